@@ -180,7 +180,7 @@ class Args(DivergenceArgs, TeacherArgs, PolicyLossArgs, CorrectionArgs, OnlineAr
         return f"--on_policy_fraction {self.on_policy_fraction} of {prompts}"
 
     def sampler_args(self) -> "Args":
-        """Return the flags for a step of the student's prompts alone."""
+        """Return flags for a sampler that draws only the prompts that the student completes."""
         if not self.own_prompts:
             return self
         return replace(self, prompts_per_step=self.own_prompts, on_policy_fraction=1, sft_weight=0)

@@ -218,7 +218,8 @@ class RolloutArgs:
 
 
 def refuse_agent(agent: str | None) -> None:
-    """Raise `ValueError` for `--agent`, in a script that takes one sequence for a completion."""
+    """Raise `ValueError` for `--agent` in a script for which a completion is one sequence: the
+    conversations of an agent's episode may branch."""
     if agent is not None:
         raise ValueError("--agent: this script cannot train on the branches of an episode")
 

@@ -60,8 +60,8 @@ class TeacherArgs:
 
 
 class TopK(SimpleNamespace):
-    """Distributions of a teacher over the shared tokens, coarsened to its most likely tokens. No
-    tuple or dataclass: FSDP would round their tensors to the compute dtype."""
+    """Distributions of a teacher over the shared tokens, coarsened to its most likely tokens. It is
+    no tuple or dataclass, in which FSDP would round the tensors to the compute dtype."""
 
     logprobs_TS: Tensor  # the K most likely tokens, then all other tokens together
     tokens_TK: Tensor  # the most likely token is the first

@@ -60,9 +60,9 @@ def open_model(path: str | Path, dtype: torch.dtype, **options) -> nn.Module:
 
 
 def files_of(path: str | Path) -> list[Path]:
-    """Return the files with a folder's weights. As in transformers, its index names them: there may
-    be others, such as `consolidated.safetensors`. Raises `ValueError` beside a model.safetensors,
-    which transformers would read in place of them."""
+    """Return the files with a folder's weights: as in transformers those that its index names,
+    because a folder may have others, such as `consolidated.safetensors`. Raises `ValueError` if
+    there is a model.safetensors too, which transformers would read in place of them."""
     index, alone = Path(path) / "model.safetensors.index.json", Path(path) / "model.safetensors"
     if not index.is_file():
         return [alone]
@@ -298,8 +298,8 @@ def hub_weights(hf: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def named_errors(label: str, kind: type[BaseException] = BaseException) -> Iterator[None]:
-    """Turn errors of bad input into a ValueError of one line that begins with `label`. Of the kind
-    ValueError, those that begin with a flag stay as they are."""
+    """Turn errors of bad input into a ValueError of one line that begins with `label`. With `kind`
+    ValueError, only those are turned, except for one that begins with a flag already."""
     try:
         yield
     except (torch.OutOfMemoryError, torch.distributed.DistError, KeyboardInterrupt, SystemExit):

@@ -134,8 +134,8 @@ def is_label(text: str, start: int, last_label: int, nouns: set[str]) -> bool:
 
 
 def gold_numbers(row: dict) -> list[Fraction | None]:
-    """Return the number of each right answer: the last after `####` or `A:`, else the answer; None
-    if it is none."""
+    """Return each right answer as a number: the last one after `####` or `A:`, else the whole
+    answer; None for an answer that is no number."""
     return [to_number((final_answers(answer) or [answer])[-1]) for answer in gold_answers(row)]
 
 

@@ -80,8 +80,8 @@ def with_numbers(text: str) -> str:
 
 # ---- equal answers ----
 
-# Where both answers have one of these forms, it is the same: (1, 2) is no set, 25_8 is not 25_9,
-# 5 m is not 5 cm, nor 5 dollars 5 cents. math-verify looks at none of them.
+# If both answers have one of these forms, its groups must be equal: (1, 2) is no set, 25_8 is not
+# 25_9, 5 m is not 5 cm, nor 5 dollars 5 cents. math-verify looks at none of this.
 FORMS = [
     re.compile(form)
     for form in (

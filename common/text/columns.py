@@ -156,7 +156,8 @@ def is_blank(value: object) -> bool:
 
 def unread_columns(rows: list[dict], columns: Columns) -> dict[str, str]:
     """Return the columns that nothing reads beside `columns`, each with the place of the first row
-    that has a value in it. Names with `_` are ours, or ignored by the user."""
+    that has a value in it. Columns that begin with `_` are left out: they are ours, or the user
+    wants them ignored."""
     found: dict[str, str] = {}
     for row in rows:
         for name, value in row.items():

@@ -37,7 +37,8 @@ class Encoder:
         self, tokenizer, args: DataArgs, images: ImageArgs = NO_IMAGES,
         prompt_format: str | None = None,
     ):  # fmt: skip
-        """`prompt_format`: of another model, whose format this one reads."""
+        """`prompt_format`: another model's, such as the student's, in whose form a teacher reads
+        the prompts with its own tokenizer. Default: by the flags."""
         self.tokenizer = tokenizer
         self.prompt_format = prompt_format or format_of(tokenizer, args)
         # Gemma 3 of text has no embedding for the tokenizer's image token.
@@ -133,8 +134,8 @@ class Encoder:
     def sft(
         self, row: dict, columns: tuple[str, ...], train_on: str = "completion"
     ) -> list[Sample]:
-        """Encode a supervised row as the sequences of its conversation, one or several. Trained
-        are, by `train_on`, `completion`: the completion or every turn of the model, with its end;
+        """Encode a supervised row as the sequences of its conversation, one or several. `train_on`
+        says what is trained. `completion`: the completion or every turn of the model, with its end;
         `last`: the last turn of the model alone; `all`: everything but images, as one sequence."""
         if len(columns) == 1 and columns[0] in CONVERSATIONS:
             messages = self._messages(row, columns[0])

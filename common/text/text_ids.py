@@ -86,8 +86,9 @@ class TextIds:
         return [match.start() for match in self._parting.finditer(text, start)]
 
     def _starts(self, text: str) -> list[int]:
-        """Return where the parting tokens of a text begin. The next prompt of a conversation begins
-        as the last one, which is not searched again."""
+        """Return where the parting tokens of a text begin, which never merge with the text around
+        them. A conversation's next prompt begins like the one before, and that part is not searched
+        again."""
         before, starts = self._scanned
         known = starts[: bisect_right(starts, shared_length(before, text) - self._longest)]
         starts = known[:-1] + self._find(text, known[-1] if known else 0)

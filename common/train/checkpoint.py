@@ -40,8 +40,8 @@ class Checkpointer:
     """Saves and loads a model with its optimizer, and other objects with a `state_dict`, which is
     small and the same on every rank.
 
-    `value` is a second model with its optimizer, `moving` a frozen one that moves. An export ends
-    its turns with `stop_token_ids` too."""
+    `value` is a second model with its optimizer, `moving` one without: it follows the policy
+    (`move_towards`). An export ends its turns with `stop_token_ids` too."""
 
     def __init__(
         self, args: TrainArgs, model: PackedModel, optimizer: Optimizer, tokenizer, value=None,

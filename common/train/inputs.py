@@ -104,7 +104,7 @@ def _code(args: BaseArgs, rows: Sequence[dict]) -> Iterator[tuple[str, str, list
 
 
 def _made(args: BaseArgs) -> list[str]:
-    """Return the columns that the user's code fills: the row has not changed if they have."""
+    """Return the columns that the user's code fills. If only these change, the row has not."""
     return [mark.makes for _, _, mark in marked(args, NamesCode) if mark.makes]
 
 

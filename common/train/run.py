@@ -46,9 +46,9 @@ class Run:
     ):  # fmt: skip
         """Load the newest intact checkpoint into the model, the optimizer and all of `stateful`:
         objects with a `state_dict`, of which `rollouts` or `order` knows the place in the data.
-        `value` is a second model with its optimizer, `moving` a frozen one that moves. Operations
-        of `frozen` models count in speed/tflops. The console shows the metrics `show`, curves.png
-        the metrics `curves`. Collective.
+        `value` is a second model with its optimizer, `moving` one without: it follows the policy
+        (`move_towards`). Operations of `frozen` models count in speed/tflops. The console shows the
+        metrics `show`, curves.png the metrics `curves`. Collective.
 
         Raises `ValueError` if all checkpoints are damaged."""
         self.args = args
