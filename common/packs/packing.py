@@ -165,15 +165,14 @@ def pack_groups(
 
 
 def pack_minibatches(
-    groups: list[list[Sample]], positions: Sequence[int], count: int, pack_tokens: int,
+    groups: list[list[Sample]], positions: Sequence[int], num_minibatches: int, pack_tokens: int,
     device: torch.device, share_prefix: int = 0, together: bool = False,
 ) -> Minibatches:  # fmt: skip
-    """Divide the groups of all ranks into `count` minibatches of micro-batches, like `pack`.
+    """Divide the groups of all ranks into minibatches of micro-batches, like `pack`.
 
     `positions` says where each of this rank's groups stands among the groups of all ranks. In this
-    order they are cut into `count` equal parts, one for each minibatch, and their samples are
-    numbered (the index), so that minibatches do not depend on the number of ranks. A group may be
-    empty.
+    order they are cut into equal parts, one for each minibatch, and their samples are numbered (the
+    index), so that minibatches do not depend on the number of ranks. A group may be empty.
 
     Prefixes of at least `share_prefix` tokens that samples of a group have in common are computed
     once (docs/memory.md; 0: never). With `together` the samples of a group are neighbours in one
@@ -183,7 +182,8 @@ def pack_minibatches(
     sizes = dict(sorted(distributed.gather_dict(sizes).items()))
     first_index = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
     minibatches = []
-    for start, end in pairwise(len(sizes) * m // count for m in range(count + 1)):
+    bounds = [len(sizes) * m // num_minibatches for m in range(num_minibatches + 1)]
+    for start, end in pairwise(bounds):
         chosen = {*islice(sizes, start, end)}
         by_index = [
             dict(enumerate(group, first_index[position]))
@@ -191,9 +191,12 @@ def pack_minibatches(
             if position in chosen and group
         ]
         minibatches.append(_pack(by_index, pack_tokens, device, share_prefix, together))
-    B, count = len(sizes), sum(sizes.values())
-    for mb in chain(*minibatches) if count else ():
-        mb.shape_of_samples = (B, count // B) if len({*sizes.values()}) == 1 else (count,)
+    B, num_samples = len(sizes), sum(sizes.values())
+    if num_samples:
+        is_table = len({*sizes.values()}) == 1
+        shape = (B, num_samples // B) if is_table else (num_samples,)
+        for mb in chain(*minibatches):
+            mb.shape_of_samples = shape
     return minibatches
 
 
@@ -339,24 +342,30 @@ def _sequences(group: dict[int, Sample], together: bool) -> list[TokenSequence]:
 
 def _shape(group: list[TokenSequence], share_prefix: int) -> GroupShape:
     """Return the length of each sequence of a group, and how many targets it shares with the one
-    before it: as many as are equal, but it keeps at least one target of its own, and no image that
-    is different or cut is shared."""
+    before it: none if their common prefix has less than `share_prefix` ids."""
     shared = [0] * len(group)
-    for n, (before, sequence) in enumerate(pairwise(group), 1) if share_prefix else ():
-        length = min(len(before.ids), len(sequence.ids))
-        differs = before.ids[:length] != sequence.ids[:length]
-        if "support" in sequence.streams:
-            one, other = (s.streams["support"][:length] for s in (before, sequence))
-            differs |= (one != other).any(1)
-        equal = int(differs.argmax()) if differs.any() else length
-        images = {*before.images} ^ {*sequence.images}
-        equal = min([equal, *(image.start for image in images)])
-        prefix = min(equal, sequence.num_targets) - 1
-        cut = (image.start for image in sequence.images if image.start < prefix < image.end)
-        prefix = next(cut, prefix)
-        if prefix + 1 >= share_prefix:
-            shared[n] = prefix
+    if share_prefix:
+        for n, (before, sequence) in enumerate(pairwise(group), 1):
+            prefix = _common_prefix(before, sequence)
+            if prefix + 1 >= share_prefix:
+                shared[n] = prefix
     return GroupShape([sequence.num_targets for sequence in group], shared)
+
+
+def _common_prefix(before: TokenSequence, sequence: TokenSequence) -> int:
+    """Return how many targets a sequence shares with the one before it: as many as are equal, but
+    it keeps at least one target of its own, and no image that is different or cut is shared."""
+    length = min(len(before.ids), len(sequence.ids))
+    differs = before.ids[:length] != sequence.ids[:length]
+    if "support" in sequence.streams:
+        one, other = (s.streams["support"][:length] for s in (before, sequence))
+        differs |= (one != other).any(1)
+    equal = int(differs.argmax()) if differs.any() else length
+    images = {*before.images} ^ {*sequence.images}
+    equal = min([equal, *(image.start for image in images)])
+    prefix = min(equal, sequence.num_targets) - 1
+    cut = (image.start for image in sequence.images if image.start < prefix < image.end)
+    return next(cut, prefix)
 
 
 def _micro_batch(
