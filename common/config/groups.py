@@ -318,8 +318,10 @@ class LoRAArgs:
     def _check_lora(self) -> Self:
         if not self.lora_targets:
             raise ValueError("--lora_targets needs at least one value")
-        wanted = {} if self.adapter is None else flags_of_adapter(self.adapter)
-        for flag in ("lora_rank", "lora_alpha") if wanted else ():  # `read_adapter` has the layers
+        if self.adapter is None:
+            return self
+        wanted = flags_of_adapter(self.adapter)
+        for flag in ("lora_rank", "lora_alpha"):  # `read_adapter` has the layers
             if (value := getattr(self, flag)) != wanted[flag]:
                 source = f"--adapter {self.adapter}, which sets {wanted[flag]}"
                 raise ValueError(f"--{flag} {value} contradicts {source}")

@@ -97,7 +97,9 @@ class RunLogger:
 
     def message(self, *lines: str) -> None:
         """Print lines on the console."""
-        for line in lines if self.active else ():
+        if not self.active:
+            return
+        for line in lines:
             self.console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
 
     def preview(self, sample: Sample, tokenizer, of: int = 1) -> None:

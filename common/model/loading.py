@@ -111,7 +111,9 @@ def model_on_meta(path: str, dtype: torch.dtype, scalar: bool) -> tuple[nn.Modul
         if kind in ("dynamic", "longrope"):
             raise ValueError(f"{kind} rotary embeddings mix packed sequences")
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
-        for name in vars(part) if part is not None else ():
+        if part is None:
+            continue
+        for name in vars(part):
             if name.endswith(("dropout", "pdrop", "jitter_noise")):
                 setattr(part, name, 0.0)
     text.output_router_logits = False  # nobody reads them
@@ -236,15 +238,9 @@ def _require_all(hf: nn.Module, found, unread: set[str]) -> None:
     """Raise `ValueError` unless transformers `found` all weights of the model in the files."""
     if "score.weight" in found.unexpected_keys:
         raise ValueError("a reward model (it has score.weight), not a language model")
-    # transformers slices before it converts, which is exact if the first dimension stays.
     first = next(hf.parameters())
-    is_sliced = first.to_local().shape != first.shape
-    for rule in hf._weight_conversions if is_sliced else ():
-        for operation in getattr(rule, "operations", None) or ():
-            kind = type(operation).__name__
-            if kind != "MergeModulelist" and getattr(operation, "dim", 0) == 0:
-                problem = f"{hf.config.model_type} needs {kind}"
-                raise ValueError(f"{problem}, which is not exact on several ranks")
+    if first.to_local().shape != first.shape:
+        _require_exact_slices(hf)
     if found.mismatched_keys:
         name, has, wants = min(found.mismatched_keys)
         needs = f"the model needs {list(wants)}"
@@ -257,6 +253,17 @@ def _require_all(hf: nn.Module, found, unread: set[str]) -> None:
         failure = found.conversion_errors.get(name, "no such weight in the files")
         # The error is a traceback, which ends with two messages.
         raise ValueError(f"{name}: {failure.splitlines()[-2:][0]}")
+
+
+def _require_exact_slices(hf: nn.Module) -> None:
+    """Raise `ValueError` if a conversion of weights needs more than this rank's slice: transformers
+    slices before it converts, which is exact if the first dimension stays."""
+    for rule in hf._weight_conversions:
+        for operation in getattr(rule, "operations", None) or ():
+            kind = type(operation).__name__
+            if kind != "MergeModulelist" and getattr(operation, "dim", 0) == 0:
+                problem = f"{hf.config.model_type} needs {kind}"
+                raise ValueError(f"{problem}, which is not exact on several ranks")
 
 
 def unfilled(buffer: Tensor) -> float:

@@ -4,7 +4,7 @@ as FSDP2 shards.
 Shapes: T packed tokens, t computed ones (equal, unless `mb.compact`), D hidden size."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -305,17 +305,22 @@ def shard(
     )
     if args.offload == "all":
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for block in model.hf.get_decoder().layers if model.compiled else ():
-        # The router decides the sizes of experts, and inductor fails to compile them in float32
-        # (torch 2.13).
-        for name, module in block.named_modules():
-            if name.endswith("experts"):
-                module.forward = torch.compiler.disable(module.forward)
-        # Blocks run with and without a graph, with and without shared prefixes, in many sizes.
-        torch._dynamo.config.recompile_limit = 32
-        block.compile(options=dict(emulate_precision_casts=True))  # rounds as eager code does
+    if model.compiled:
+        _compile(model.hf.get_decoder().layers)
     for unit in units:
         fsdp.fully_shard(unit, **options)
     fsdp.fully_shard(model, reshard_after_forward=reshard_root, **options)
     for method in model.forward_methods:
         fsdp.register_fsdp_forward_method(model, method)
+
+
+def _compile(blocks: Iterable[nn.Module]) -> None:
+    # Blocks run with and without a graph, with and without shared prefixes, in many sizes.
+    torch._dynamo.config.recompile_limit = 32
+    for block in blocks:
+        # The router decides the sizes of experts, and inductor fails to compile them in float32
+        # (torch 2.13).
+        for name, module in block.named_modules():
+            if name.endswith("experts"):
+                module.forward = torch.compiler.disable(module.forward)
+        block.compile(options=dict(emulate_precision_casts=True))  # rounds as eager code does

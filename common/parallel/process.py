@@ -154,10 +154,12 @@ LAUNCHERS = (
 def require_torchrun() -> None:
     """Raise `ValueError` if this is one of several processes without a RANK: each would be a run of
     its own. All but the first end silently."""
+    if "RANK" in os.environ:
+        return
     found = dict(os.environ)
     if "SLURM_STEP_ID" in found:
         found.setdefault("SLURM_STEP_NUM_TASKS", found.get("SLURM_NTASKS", "1"))
-    for size, number in LAUNCHERS if "RANK" not in found else ():
+    for size, number in LAUNCHERS:
         if (count := found.get(size, "")).isdigit() and int(count) > 1:
             if found.get(number, "0") != "0":
                 time.sleep(60)  # see `fail`

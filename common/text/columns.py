@@ -213,21 +213,22 @@ def require_old_names(data: str, rows: Iterable[dict], columns: Sequence[str]) -
     if ours:
         pair = f"--columns {ours[0]}={missing[ours[0]]}"
         raise ValueError(f"{pair}: {data} has a column {ours[0]} already")
+    if not missing:
+        return
     values: dict[str, object] = {}  # an example of each column
-    for row in rows if missing else ():
+    for row in rows:
         values |= {name: value for name, value in row.items() if values.get(name) is None}
         missing = {new: old for new, old in missing.items() if not _found(row, old)}
         if not missing:
             return
-    if missing:
-        new, old = next(iter(missing.items()))
-        there = f"{data} has {', '.join(name for name in values if name not in OUR_COLUMNS)}"
-        outer = old.partition(".")[0]
-        if outer != old and outer in values:
-            value = values[outer]
-            keys = ", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}"
-            there = f"{outer} is {'an object with ' if isinstance(value, dict) else ''}{keys}"
-        raise ValueError(f"--columns {new}={old}: no column {old}; {there}")
+    new, old = next(iter(missing.items()))
+    there = f"{data} has {', '.join(name for name in values if name not in OUR_COLUMNS)}"
+    outer = old.partition(".")[0]
+    if outer != old and outer in values:
+        value = values[outer]
+        keys = ", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}"
+        there = f"{outer} is {'an object with ' if isinstance(value, dict) else ''}{keys}"
+    raise ValueError(f"--columns {new}={old}: no column {old}; {there}")
 
 
 # ---- the texts of a row ----

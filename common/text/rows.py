@@ -153,7 +153,9 @@ def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
 def _own_split(datasets: Sequence[str], args: TrainArgs) -> list[dict]:
     """Read the rows of the datasets' own held-out split, which most do not have."""
     rows: list[dict] = []
-    for dataset in datasets if args.eval_split != args.dataset_split else ():
+    if args.eval_split == args.dataset_split:
+        return rows
+    for dataset in datasets:
         rows += load_rows("--dataset", dataset, args.eval_split, args) or []
     return rows
 

@@ -71,14 +71,14 @@ class TextIds:
         return self.special.sub(lambda m: chr(FIRST + self.special_tokens.index(m[0])), text)
 
     def _behind(self, before: str, text: str, ids_of: Callable[[str], array]) -> array:
-        for other in filter(None, (before, *OTHERS)) if text else ():
+        if not text:
+            return array("i")
+        for other in filter(None, (before, *OTHERS)):
             ids = ids_of(other)
             both = ids_of(other + text)
             if both[: len(ids)] == ids:
                 return both[len(ids) :]
-        if text:
-            raise ValueError(f"the tokenizer cannot separate {text[:20]!r} from the text before it")
-        return array("i")
+        raise ValueError(f"the tokenizer cannot separate {text[:20]!r} from the text before it")
 
     # ---- parts between special tokens ----
 

@@ -164,9 +164,10 @@ def _conflict(folder: Path, args: BaseArgs, replaces: Sequence[str]) -> str | No
         inner = folder.resolve().relative_to(run).parts[0]
         if inner in (*EXPORTS, "checkpoints") and _has_begun(run):
             return f"{label}: the run in {run} writes there; name another --output_dir"
-    for read, path in _inputs(args) if args.resume == "never" and _has_begun(folder) else ():
-        if path.resolve().is_relative_to(folder.resolve()):
-            return f"{read}: --resume never would move it aside; name another --output_dir"
+    if args.resume == "never" and _has_begun(folder):
+        for read, path in _inputs(args):
+            if path.resolve().is_relative_to(folder.resolve()):
+                return f"{read}: --resume never would move it aside; name another --output_dir"
     for name in replaces:
         if not _has_begun(folder) and (folder / name).exists():
             return f"{label}: the run would replace {name} there; name another --output_dir"
