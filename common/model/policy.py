@@ -34,6 +34,9 @@ class PackedModel(nn.Module):
     """Transformer that takes a PackedBatch. `hf` is the Hugging Face model with its own names;
     its language model reads the packs. `flops` counts operations of forwards and backwards."""
 
+    device: torch.device  # `shard` sets these three
+    compute_dtype: torch.dtype
+    compiled: bool
     image_args: ImageArgs = NO_IMAGES
     share_prefix = 0  # `--share_prefix` for packs of this model
     needs_whole_sequences = False
