@@ -91,7 +91,7 @@ class Args(TruncationArgs, LogKLArgs, OnlineArgs):
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
     device, _, world_size = distributed.setup(args.seed, args.live_rollout_ranks)
-    options = EngineOptions(truncation=args)
+    options = EngineOptions(truncation_args=args)
     if distributed.is_rollout_rank():
         return serve(args, device, options)  # generates until training ends
     prepare_output_dir(args, args.dry_run)

@@ -181,17 +181,17 @@ def main(args: Args) -> None:
     args = fit_max_length(args, path, earlier_flags, sequences=2)
     tokenizer = load_tokenizer(path, args)
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(
-        encode_row, PAIR_COLUMNS, tokenizer, args, images=args
+        encode_row, PAIR_COLUMNS, tokenizer, args, image_args=args
     )
     needs_reference = not set(args.loss) <= REFERENCE_FREE
     if args.dry_run:
         counts += eval_counts
-        return dry_run(args, path, tokenizer, pairs, eval_pairs, counts=counts, images=args)
+        return dry_run(args, path, tokenizer, pairs, eval_pairs, counts=counts, image_args=args)
     begin_run(args, pairs.rows, eval_pairs.rows)
     order = pairs.order(args)
 
     # ---- models: FSDP2 shards; the frozen reference scores the pairs before training ----
-    policy = load_policy(path, args, device, images=args)
+    policy = load_policy(path, args, device, image_args=args)
     ref_logps_R2, eval_ref_logps_R2 = reference_logps(
         policy, (pairs, eval_pairs), tokenizer, args, device, needs_reference
     )  # all R rows

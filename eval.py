@@ -260,7 +260,7 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
     rows = rows[: args.eval_size]
     columns = prompt_columns(args, rows, also_read=["domain"])
     say_not_named(args, rows, columns, also_read=["domain"], shot_args=args)
-    encoder = Encoder(tokenizer, args, images=args)
+    encoder = Encoder(tokenizer, args, image_args=args)
     prompts = encode_prompts(rows, columns, encoder, longest_sequence(path, args), args, args)
     show_first(prompts, tokenizer)
     rewards = Rewards(args, prompts.rows, tokenizer, device)
@@ -298,10 +298,10 @@ def answers(
     )
     if len(lines) < len(task.prompts):
         if engine is None:
-            options = EngineOptions(images=args, truncation=args)
+            options = EngineOptions(image_args=args, truncation_args=args)
             engine = make_engine(path, args, task.tokenizer, task.device, False, options)
         else:  # a process can have only one: it gets other weights
-            policy = load_policy(path, args, task.device, trainable=False, images=args)
+            policy = load_policy(path, args, task.device, trainable=False, image_args=args)
             sync_weights(engine, whole_weights(policy, engine.dtype))
         episodes = Episodes(engine, args)
         lines = completions_file.sample_completions(

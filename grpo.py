@@ -190,7 +190,7 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, TruncationArgs,
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
     device, _, world_size = distributed.setup(args.seed, args.live_rollout_ranks)
-    options = EngineOptions(images=args, truncation=args, support=args.top_k)
+    options = EngineOptions(image_args=args, truncation_args=args, support=args.top_k)
     if distributed.is_rollout_rank():
         return serve(args, device, options)  # generates until training ends
     prepare_output_dir(args, args.dry_run)
@@ -200,16 +200,16 @@ def main(args: Args) -> None:
     needs_old = args.old_logprobs == "trainer"
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
-    prompts, held_out = load_prompts(args, tokenizer, longest_sequence(path, args), images=args)
+    prompts, held_out = load_prompts(args, tokenizer, longest_sequence(path, args), image_args=args)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device, args.dry_run)
     if args.dry_run:
         frozen = [path] * needs_reference
-        return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, images=args,
+        return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, image_args=args,
                        own_forwards=needs_old * (1 - 1 / args.minibatches))  # fmt: skip
     begin_run(args, prompts.rows, held_out.rows)
 
     # ---- models: FSDP2 shards ----
-    policy = load_policy(path, args, device, images=args)  # trained
+    policy = load_policy(path, args, device, image_args=args)  # trained
     reference = load_reference(policy, args, device) if needs_reference else None  # frozen
     optimizer = adamw(policy, args)
     sampler = make_sampler(policy, prompts, args, tokenizer, rewards.begin, options)

@@ -112,16 +112,16 @@ def main(args: Args) -> None:
     args = fit_max_length(args, path, earlier_flags)
     tokenizer = load_tokenizer(path, args)
     (samples, counts), (eval_samples, eval_counts) = load_samples(
-        encode_row, SFT_COLUMNS, tokenizer, args, streams=args.streaming, apart=True, images=args
+        encode_row, SFT_COLUMNS, tokenizer, args, stream=args.streaming, apart=True, image_args=args
     )
     if args.dry_run:
         counts += eval_counts
-        return dry_run(args, path, tokenizer, samples, eval_samples, counts=counts, images=args)
+        return dry_run(args, path, tokenizer, samples, eval_samples, counts=counts, image_args=args)
     begin_run(args, samples.rows, eval_samples.rows)
     order = samples.order(args)
 
     # ---- model: FSDP2 shards of float32 masters ----
-    policy = load_policy(path, args, device, images=args)
+    policy = load_policy(path, args, device, image_args=args)
     optimizer = adamw(policy, args)
     # --eval_generate: answers held-out prompts; None without it
     generation = start_generation(policy, args, tokenizer, eval_samples.all_rows)

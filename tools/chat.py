@@ -95,7 +95,7 @@ def load(options: argparse.Namespace) -> tuple[nn.Module, Encoder, PromptArgs]:
         max_pixels=options.max_pixels,
     )
     tokenizer = load_tokenizer(path)
-    encoder = Encoder(tokenizer, args, images=args)
+    encoder = Encoder(tokenizer, args, image_args=args)
     has_cuda = torch.cuda.is_available()
     with named_errors(f"--model {options.model}"):
         model = open_model(path, torch.bfloat16 if has_cuda else torch.float32)
@@ -181,11 +181,11 @@ def main() -> None:
             elif command in ("/reset", "/system"):
                 prompt = text if command == "/system" and text else args.system_prompt
                 changed = replace(args, system_prompt=prompt)
-                encoder, args = Encoder(encoder.tokenizer, changed, images=changed), changed
+                encoder, args = Encoder(encoder.tokenizer, changed, image_args=changed), changed
                 messages, images = [], []
             elif command == "/image":
                 changed = replace(args, vision="frozen")
-                encoder, args = Encoder(encoder.tokenizer, changed, images=changed), changed
+                encoder, args = Encoder(encoder.tokenizer, changed, image_args=changed), changed
                 image = Path(os.path.expanduser(text)).resolve()
                 if not image.is_file():
                     raise ValueError(f"/image {text}: no such file")

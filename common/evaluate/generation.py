@@ -37,7 +37,7 @@ class Generation:
             distributed.say(f"--eval_generate {args.eval_generate} answers {self.prompts}")
         self.rewards = Rewards(online, self.prompts.rows, tokenizer, policy.device)
         order = Order({"": range(len(rows))}, args.seed)  # nothing is drawn
-        options = EngineOptions(images=policy.image_args)
+        options = EngineOptions(image_args=policy.image_args)
         engine = ColocatedEngine(policy, online, tokenizer, self.rewards.begin, options)
         self.sampler = Sampler(self.prompts, online, order, engine)
 

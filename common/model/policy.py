@@ -130,18 +130,18 @@ def compute_dtype(args: ModelArgs, device: torch.device) -> torch.dtype:
 
 def load_policy(
     path: str, args: BaseArgs, device: torch.device, trainable: bool = True, flag: str = "--model",
-    kind: type[PackedModel] = Policy, moves: bool = False, images: ImageArgs = NO_IMAGES,
+    kind: type[PackedModel] = Policy, moves: bool = False, image_args: ImageArgs = NO_IMAGES,
 ) -> Any:  # fmt: skip
     """Load the causal language model of a local folder as FSDP2 shards: float32 masters, `--dtype`
     compute, float32 reduction, no dropout. With `--lora_rank` only adapters are trained (lora.py),
-    with the `--vision` of `images` the model reads images.
+    with the `--vision` of `image_args` the model reads images.
 
     `trainable=False` gives a frozen reference in the compute dtype, or in float32 if it `moves`
     (`move_towards`). On device meta the model is neither sharded nor filled. `flag` is named in
     errors; `kind` is the class of the result. Collective. Raises `ValueError` for a model whose
     packs are not exact."""
     with named_errors(f"{flag} {path}", ValueError):
-        model, source = build_on_meta(path, args, device, trainable, flag, kind, moves, images)
+        model, source = build_on_meta(path, args, device, trainable, flag, kind, moves, image_args)
         if device.type != "meta":
             shard_and_fill(model, source, args, device, trainable)
             check_packs(model, args)
@@ -161,7 +161,7 @@ class Source(NamedTuple):
 
 def build_on_meta(
     path: str, args: BaseArgs, device: torch.device, trainable: bool, flag: str,
-    kind: type[PackedModel], moves: bool, images: ImageArgs,
+    kind: type[PackedModel], moves: bool, image_args: ImageArgs,
 ) -> tuple[PackedModel, Source]:  # fmt: skip
     """Return the model on meta: what is trained, in which dtype, and what is recomputed."""
     # Weights that change are float32. FSDP would cast frozen ones, also under adapters, to the
@@ -170,14 +170,14 @@ def build_on_meta(
     dtype = torch.float32 if changes else compute_dtype(args, device)
     hf, rules = model_on_meta(path, dtype, kind is ScalarModel)
     model = kind(hf, path)
-    if images.vision is not None:
-        with extra("images", f"--vision {images.vision}"):
+    if image_args.vision is not None:
+        with extra("images", f"--vision {image_args.vision}"):
             from extras.images.tower import Images
-        model.image_args = images
-        model.images = Images(hf, path, images, trainable)
+        model.image_args = image_args
+        model.images = Images(hf, path, image_args, trainable)
     hf.requires_grad_(trainable)
     for tower in towers_of(hf):
-        tower.requires_grad_(trainable and images.vision == "train")
+        tower.requires_grad_(trainable and image_args.vision == "train")
         if model.images is None:  # the tower is only exported
             tower.to(base_dtype(path))
     recomputed = args.activation_checkpointing if trainable else False
@@ -258,13 +258,15 @@ def load_reference(
     """Load the frozen model of `--reference_model` from `path`, by default the model that the
     policy starts from. With adapters that is the policy, before a checkpoint is loaded."""
     if path is not None:
-        return load_policy(path, args, device, False, "--reference_model", images=policy.image_args)
+        return load_policy(
+            path, args, device, False, "--reference_model", image_args=policy.image_args
+        )
     if args.lora_rank:
         from common.model.lora import StartingModel
 
         return StartingModel(policy)
     return load_policy(
-        policy.path, args, device, False, kind=kind, moves=moves, images=policy.image_args
+        policy.path, args, device, False, kind=kind, moves=moves, image_args=policy.image_args
     )
 
 

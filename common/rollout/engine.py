@@ -64,8 +64,8 @@ class TruncationArgs:
 class EngineOptions:
     """Options for which only some scripts have flags."""
 
-    images: ImageArgs = NO_IMAGES
-    truncation: TruncationArgs = TruncationArgs()
+    image_args: ImageArgs = NO_IMAGES
+    truncation_args: TruncationArgs = TruncationArgs()
     support: int = 0
     """number of the most likely ids that are kept with each token"""
 
@@ -119,13 +119,13 @@ class Engine:
     ):  # fmt: skip
         self.path = path
         self.args = args
-        self.truncation = options.truncation.truncation
+        self.truncation = options.truncation_args.truncation
         self.support = options.support
         self.images = None  # with `--vision` the engine has the whole model
-        if options.images.vision is not None:
-            with extra("images", f"--vision {options.images.vision}"):
+        if options.image_args.vision is not None:
+            with extra("images", f"--vision {options.image_args.vision}"):
                 from extras.images.features import EngineImages
-            self.images = EngineImages(path, options.images.max_pixels)
+            self.images = EngineImages(path, options.image_args.max_pixels)
         self.tokenizer = tokenizer
         self.eos_ids = eos_token_ids(path, tokenizer, args.prompt_format, args.stop_token_ids)
         if self.images is not None:  # a placeholder that is sampled has no image

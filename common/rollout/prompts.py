@@ -72,7 +72,7 @@ def load_prompts(
     tokenizer,
     limit: Limit,
     also_read: Sequence[str] = (),
-    images: ImageArgs = NO_IMAGES,
+    image_args: ImageArgs = NO_IMAGES,
 ) -> tuple[Prompts, Prompts]:
     """Return the prompts of the training rows and of the held-out ones, see `encode_prompts`.
     `also_read`: columns that the script reads besides. Raises `ValueError` naming the flag or the
@@ -81,7 +81,7 @@ def load_prompts(
     rows, held_out_rows = train_and_eval_rows(args)
     columns = prompt_columns(args, [*rows, *held_out_rows], also_read)
     say_not_named(args, rows, columns, also_read)
-    encoder = Encoder(tokenizer, args, images)
+    encoder = Encoder(tokenizer, args, image_args)
     prompts, held_out = (
         encode_prompts(each, columns, encoder, limit, args) for each in (rows, held_out_rows)
     )

@@ -34,7 +34,7 @@ class Encoder:
     `array("i")`, masks `bytes`."""
 
     def __init__(
-        self, tokenizer, args: DataArgs, images: ImageArgs = NO_IMAGES,
+        self, tokenizer, args: DataArgs, image_args: ImageArgs = NO_IMAGES,
         prompt_format: str | None = None,
     ):  # fmt: skip
         """`prompt_format`: another model's, such as the student's, in whose form a teacher reads
@@ -64,10 +64,10 @@ class Encoder:
         self.text_ids = TextIds(tokenizer, self.ends, reads_hidden=args.special_text == "text")
         self.said: dict[str, str] = {}  # the note of each kind that has been printed
         self.images = None
-        if images.vision is not None:
-            with extra("images", f"--vision {images.vision}"):
+        if image_args.vision is not None:
+            with extra("images", f"--vision {image_args.vision}"):
                 from extras.images.encoder import ImageEncoder
-            self.images = ImageEncoder(tokenizer, images.max_pixels)
+            self.images = ImageEncoder(tokenizer, image_args.max_pixels)
 
     # ---- prompts ----
 

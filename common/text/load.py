@@ -74,25 +74,25 @@ class Samples(Sequence):
 
 def load_samples(
     encode_row: EncodeRow, choices: Sequence[Columns], tokenizer, args: TrainArgs,
-    optional: Sequence[str] = (), streams: bool = False, apart: bool = False,
-    images: ImageArgs = NO_IMAGES,
+    optional: Sequence[str] = (), stream: bool = False, apart: bool = False,
+    image_args: ImageArgs = NO_IMAGES,
 ) -> list[tuple[Samples, Counter]]:  # fmt: skip
     """Return samples of training rows and of held-out rows. With each comes a counter: how many
-    rows were dropped or changed, by reason. With `streams` training rows are read when they are
+    rows were dropped or changed, by reason. With `stream` training rows are read when they are
     drawn.
 
     `encode_row(row, columns, encoder, args)` makes the group of samples of a row. `columns` are the
     first of `choices` that the data has, and each of `optional` that any row has. A group is
     dropped as a whole unless its samples are trained `apart`. Collective. Raises `ValueError` for a
     bad row, and if no row is left."""
-    if streams:
+    if stream:
         with extra("streaming", "--streaming"):
             from extras.streaming.streaming import load_stream
-        return load_stream(encode_row, choices, Encoder(tokenizer, args, images), args, apart)
+        return load_stream(encode_row, choices, Encoder(tokenizer, args, image_args), args, apart)
     train, held_out = train_and_eval_rows(args)
     columns = require_columns(args.dataset_flag, [*train, *held_out], choices)
     say_unread(train, (*columns, *optional))
-    encoder = Encoder(tokenizer, args, images)
+    encoder = Encoder(tokenizer, args, image_args)
     loaded = []
     for rows in (train, held_out):
         found = [name for name in optional if any(name in row for row in rows)]

@@ -40,7 +40,7 @@ def dry_run(
     args: TrainArgs, path: str | None, tokenizer, data, held_out: Sized,
     rewards: Rewards | None = None, frozen: Sequence[str] = (), *, value_path: str | None = None,
     kind: type[Policy] = Policy, moving: bool = False, own_forwards: float = 0,
-    trained_fraction: float = 1.0, counts: Counter | None = None, images: ImageArgs = NO_IMAGES,
+    trained_fraction: float = 1.0, counts: Counter | None = None, image_args: ImageArgs = NO_IMAGES,
 ) -> None:  # fmt: skip
     """Print the first row of the run, the rewards of ten rows and the plan.
 
@@ -60,7 +60,7 @@ def dry_run(
     gpus, machine, name, gpu = gpus_of(args)
     if gpu.memory and args.dtype == "auto":
         args = replace(args, dtype="bfloat16")
-    trained, others = build(args, path, value_path, frozen, moving, kind, images)
+    trained, others = build(args, path, value_path, frozen, moving, kind, image_args)
     # With adapters, a frozen policy may be the trained one without them.
     own_forwards += list(frozen).count(path) if args.lora_rank else 0
     samples = [*chain.from_iterable(groups)]
@@ -137,11 +137,11 @@ def build(
     frozen: Sequence[str],
     moving: bool = False,
     kind: type[Policy] = Policy,
-    images: ImageArgs = NO_IMAGES,
+    image_args: ImageArgs = NO_IMAGES,
 ) -> tuple[list[PackedModel], list[PackedModel]]:
     """Return the trained and the frozen models of a run on meta, reward models among them. A frozen
     policy equal to an adapted one takes no memory."""
-    load_own = partial(load_policy, args=args, device=META, images=images)
+    load_own = partial(load_policy, args=args, device=META, image_args=image_args)
     trained = [load_own(path, kind=kind)] if path is not None else []
     if value_path is not None:
         trained.append(load_scalar_model(value_path, args, META))

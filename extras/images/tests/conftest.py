@@ -39,7 +39,7 @@ def encoder_of(checkpoints):
     def get(family: str, **flags) -> Encoder:
         path = str(checkpoints(family))
         args = sft.Args(model=path, dataset=["-"], vision="frozen", **flags)
-        return Encoder(load_tokenizer(path, args), args, images=args)
+        return Encoder(load_tokenizer(path, args), args, image_args=args)
 
     return get
 

@@ -34,7 +34,7 @@ def test_ids_are_those_of_the_processor_of_idefics3(template, checkpoints, tmp_p
     processor = Idefics3Processor(
         AutoImageProcessor.from_pretrained(path, backend="pil"), copy.deepcopy(tokenizer), 4
     )
-    encoder = Encoder(tokenizer, args, images=args)
+    encoder = Encoder(tokenizer, args, image_args=args)
     encoder.ids_end = len(tokenizer)
     images = [picture(*size, i) for i, size in enumerate(SIZES)]
     for shown in (images[:1], images[2:4], images):
@@ -155,7 +155,7 @@ def test_template_without_images_is_refused(shown, encoder_of, checkpoints):
     row = dict(_source="x:1", image=picture(9, 9, 1), prompt=[dict(role="user", content="?")])
     words = "^x:1.* (0 placeholders of|the row has images, the chat templ)"
     with pytest.raises(ValueError, match=words):
-        Encoder(tokenizer, args, images=args).prompt(row, ("prompt",))
+        Encoder(tokenizer, args, image_args=args).prompt(row, ("prompt",))
 
 
 def chat(*parts: dict | str, said: str = "yes") -> list[dict]:
@@ -190,7 +190,7 @@ def test_images_without_the_flag_or_a_model_that_reads_them_are_refused():
         Encoder(tokenizer, sft.Args(**flags)).sft(row, ("prompt", "completion"))
     with pytest.raises(ValueError, match="^--model .*: qwen3 reads no images here; models of"):
         args = sft.Args(**flags, vision="frozen")
-        Encoder(tokenizer, args, images=args)
+        Encoder(tokenizer, args, image_args=args)
 
 
 def test_image_that_changes_or_vanishes_is_reported(encoder_of, tmp_path):

@@ -113,7 +113,7 @@ def greedy(path, messages: list[dict], files: list[str]) -> str:
     args = sft.Args(model=str(path), vision="frozen")
     tokenizer = load_tokenizer(args.model, args)
     row = dict(_source="row", _folder="/", prompt=messages, images=[*map(str, files)])
-    encoder = Encoder(tokenizer, args, images=args)
+    encoder = Encoder(tokenizer, args, image_args=args)
     ((row, ids),) = encode_each([row], lambda row: encoder.prompt(row, ("prompt",)), "error")
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|end_of_turn|>")}
     ends |= {*reader(str(path), None).placeholder_ids}

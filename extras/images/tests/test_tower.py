@@ -19,11 +19,11 @@ def loaded(path, pictures, device, **flags):
     """Return the flags, the samples of the pictures and the policy."""
     args = Args(model=str(path), dataset=[str(pictures)], **dict(vision="frozen") | flags)
     tokenizer = load_tokenizer(str(path), args)
-    encoder = Encoder(tokenizer, args, images=args)
+    encoder = Encoder(tokenizer, args, image_args=args)
     rows = load_rows("--dataset", str(pictures), "train", TrainArgs())
     encode = lambda row: encoder.sft(row, ("prompt", "completion"))[0]  # noqa: E731
     samples = [sample for _, sample in encode_each(rows, encode, "error")]
-    return args, samples, load_policy(str(path), args, device, images=args)
+    return args, samples, load_policy(str(path), args, device, image_args=args)
 
 
 def whole_model_logprobs(path, sample) -> torch.Tensor:

@@ -120,10 +120,10 @@ def test_loss_and_gradient_of_shared_prefixes_are_those_of_whole_sequences(
     args = Args(**train_flags(family, vision, checkpoints, folder))
     tokenizer = load_tokenizer(args.model, args)
     (samples, _), _ = load_samples(
-        encode_row, SFT_COLUMNS, tokenizer, args, apart=True, images=args
+        encode_row, SFT_COLUMNS, tokenizer, args, apart=True, image_args=args
     )
     assert [len(group) for group in samples] == [2, 2, 3, 2]
-    policy = load_policy(args.model, args, device, images=args)
+    policy = load_policy(args.model, args, device, image_args=args)
     found = []
     for share_prefix in (0, 1):
         policy.zero_grad()
@@ -175,7 +175,7 @@ def test_an_image_is_shared_whole_or_not_at_all(
         group.append(Sample(ids + said, mask, row=dict(_images=spans)))
     path = checkpoints(family)
     args = Args(model=str(path), vision="frozen")
-    policy = load_policy(str(path), args, device, images=args)
+    policy = load_policy(str(path), args, device, image_args=args)
     found = []
     for share_prefix in (0, 1):
         (mb,) = pack_groups([group], 512, device, share_prefix)
@@ -192,9 +192,9 @@ def loaded(family: str, checkpoints, folder, **flags) -> list[list[Sample]]:
         SFT_COLUMNS,
         tokenizer,
         args,
-        streams=args.streaming,
+        stream=args.streaming,
         apart=True,
-        images=args,
+        image_args=args,
     )
     order = samples.order(args)
     groups = [samples[i] for i in order.draw(len(CHATS))]
@@ -232,7 +232,7 @@ def test_a_picture_of_any_turn_that_changed_is_noticed_when_a_run_goes_on(checkp
         args = Args(**train_flags("qwen3_vl", "frozen", checkpoints, tmp_path))
         tokenizer = load_tokenizer(args.model, args)
         (samples, _), _ = load_samples(
-            encode_row, SFT_COLUMNS, tokenizer, args, apart=True, images=args
+            encode_row, SFT_COLUMNS, tokenizer, args, apart=True, image_args=args
         )
         digests.append(digests_of_rows(samples.rows))
     assert digests[0] == digests[1] != digests[2]

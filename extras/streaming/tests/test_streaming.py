@@ -44,7 +44,7 @@ def samples_of(data, streams: bool = True, **flags):
     flags = dict(max_length=100, max_steps=1, eval_every=0, streaming=streams) | flags
     args = sft.Args(dataset=(str(data),), **flags)
     task = (sft.encode_row, SFT_COLUMNS, load_tokenizer(tiny_model()), args)
-    (samples, counts), (held_out, _) = load_samples(*task, streams=streams)
+    (samples, counts), (held_out, _) = load_samples(*task, stream=streams)
     assert list(held_out) == [] and counts == Counter()
     return samples
 
@@ -73,7 +73,7 @@ def test_held_out_rows_that_train_nothing_are_known(data, streams):
     flags = dict(eval_dataset=files, max_length=9, prompt_format="plain", max_steps=1)
     args = sft.Args(dataset=(str(data),), streaming=streams, **flags)
     task = (sft.encode_row, SFT_COLUMNS, load_tokenizer(tiny_model()), args)
-    _, (held_out, counts) = load_samples(*task, streams=streams)
+    _, (held_out, counts) = load_samples(*task, stream=streams)
     assert held_out.all_rows == rows_of_eval_sets(args) and len(held_out.all_rows) == 19
     assert len(held_out) == 19 - counts.total() < 19
 
@@ -178,7 +178,7 @@ def test_columns_are_renamed_where_they_are(tmp_path):
     flags = dict(columns=("prompt=problem",), eval_dataset=(a,), eval_every=1)
     args = sft.Args(dataset=(b,), max_length=100, max_steps=1, streaming=True, **flags)
     tokenizer = load_tokenizer(tiny_model())
-    (_, _), (held_out, _) = load_samples(sft.encode_row, SFT_COLUMNS, tokenizer, args, streams=True)
+    (_, _), (held_out, _) = load_samples(sft.encode_row, SFT_COLUMNS, tokenizer, args, stream=True)
     assert len(held_out) == 9
 
 
@@ -200,7 +200,7 @@ def test_rows_with_a_held_out_prompt_are_counted(data, tmp_path, capsys):
     flags = dict(eval_dataset=(held_out,), eval_every=1, streaming=True, max_steps=1)
     args = sft.Args(dataset=(str(data),), max_length=100, **flags)
     tokenizer = load_tokenizer(tiny_model())
-    (stream, _), _ = load_samples(sft.encode_row, SFT_COLUMNS, tokenizer, args, streams=True)
+    (stream, _), _ = load_samples(sft.encode_row, SFT_COLUMNS, tokenizer, args, stream=True)
     drawn(stream, 31)
     said = capsys.readouterr().out
     assert "2 training rows of pass 1 have the prompt of a held-out row" in said
