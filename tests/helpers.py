@@ -294,7 +294,7 @@ def completion(length: int, finish_reason: str = "stop", said: int = 0) -> Compl
 
 def samples_of(mb: PackedBatch) -> list[Sample]:
     """Return the samples of a micro-batch, in one process, in the order of its stream."""
-    return [mb.sent[index] for index in mb.index_N.tolist()]
+    return [mb.own_samples[index] for index in mb.index_N.tolist()]
 
 
 # ---- data, and outputs of a run ----

@@ -13,10 +13,10 @@ from common.model.policy import PackedModel, Policy, ScalarModel, load_reference
 from common.packs.packing import (
     Minibatches,
     PackedBatch,
+    own_sample_values,
     pack_minibatches,
     per_sample,
     positions_of_rank,
-    sent_values,
 )
 from common.packs.sample import Sample, at_end
 from common.parallel import distributed
@@ -82,14 +82,14 @@ def log_likelihoods(
     model: Policy, groups: list[list[Sample]], pack_tokens: int
 ) -> list[tuple[float, int]]:
     """Return the log-prob of each completion, in nats, and its number of tokens. Collective."""
-    logps = sent_values(*sequence_sums(model, groups, pack_tokens))
+    logps = own_sample_values(*sequence_sums(model, groups, pack_tokens))
     return [(x, sum(s.loss_mask)) for x, s in zip(logps, chain(*groups), strict=True)]
 
 
 def score(model: ScalarModel, groups: list[list[list[int]]], pack_tokens: int) -> list[float]:
     """Return the reward of each of this rank's sequences of prompt and completion. Collective."""
     samples = [[at_end(ids) for ids in group] for group in groups]
-    return sent_values(*sequence_sums(model, samples, pack_tokens))
+    return own_sample_values(*sequence_sums(model, samples, pack_tokens))
 
 
 # ---- of a data set, by the frozen reference ----

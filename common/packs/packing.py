@@ -28,12 +28,12 @@ from common.packs.tokens import (
     CompactTokens,
     ModelTokens,
     TokenSequence,
+    after_arrival,
     compact_tokens,
-    joined,
+    for_sending,
     padding,
-    received,
-    sent,
     sequence_of,
+    tensor_of,
 )
 from common.parallel import distributed
 from common.parallel.distributed import context_group_size
@@ -69,11 +69,11 @@ class PackedBatch(ModelTokens):
         device = loss_mask_T.device
         names = sorted({name for name in datasets if name is not None})
         # Of each named data set: whether a sample is in it, bool.
-        self.is_in_N = {x: joined([np.array([y == x for y in datasets])], device) for x in names}
+        self.is_in_N = {x: tensor_of([np.array([y == x for y in datasets])], device) for x in names}
         numbers = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        self.sequence_ids_T = joined([numbers], device)  # int64, 0..N-1
+        self.sequence_ids_T = tensor_of([numbers], device)  # int64, 0..N-1
         # Samples that this rank gave to the packer, by index. Other ranks may train on them.
-        self.sent: dict[int, Sample] = {}
+        self.own_samples: dict[int, Sample] = {}
 
     @property
     def model_tokens(self) -> ModelTokens:
@@ -226,10 +226,10 @@ def per_sample(
     return distributed.all_sum(out).reshape(shape)
 
 
-def sent_values(micro_batches: list[PackedBatch], values: Iterable[Tensor]) -> list[float]:
+def own_sample_values(micro_batches: list[PackedBatch], values: Iterable[Tensor]) -> list[float]:
     """Return one number for each sample that this rank packed, in order. `values` has [N] for each
     micro-batch. Collective."""
-    own = micro_batches[0].sent
+    own = micro_batches[0].own_samples
     num_samples = int(distributed.all_sum(len(own)))
     numbers = per_sample(micro_batches, values, (num_samples,)).tolist()
     return [numbers[index] for index in sorted(own)]
@@ -250,7 +250,7 @@ def split_pairs(mb: PackedBatch) -> tuple[PackedBatch, PackedBatch]:
             index_N=mb.index_N[start::2] // 2, datasets=mb.datasets[start::2],
         )  # fmt: skip
         half.is_last, half.shape_of_samples = mb.is_last, ()
-        half.sent = {index // 2: s for index, s in mb.sent.items() if index % 2 == start}
+        half.own_samples = {i // 2: s for i, s in mb.own_samples.items() if i % 2 == start}
         streams_T = {name: x_T[here_T] for name, x_T in vars(mb).items() if name not in vars(half)}
         halves.append(half.with_streams(**streams_T))
     return halves[0], halves[1]
@@ -287,7 +287,7 @@ def _pack(
     ]
     own_samples = {index: sample for group in groups for index, sample in group.items()}
     for mb in packs:
-        mb.sent = own_samples
+        mb.own_samples = own_samples
         mb.is_last = mb is packs[-1]
     for mb, following in pairwise(packs):
         if following.model_tokens.image_sequences:
@@ -312,10 +312,10 @@ def _exchange(
     outgoing = []
     for to in range(distributed.world_size()):
         keys = chain(*(bins[to // context_group_size()] for bins in micro_batches))
-        outgoing.append({key: sent(own[key]) for key in keys if key in own})
+        outgoing.append({key: for_sending(own[key]) for key in keys if key in own})
     arrived = {}
     for of_rank in distributed.exchange_objects(outgoing):
-        arrived |= {key: received(part) for key, part in of_rank.items()}
+        arrived |= {key: after_arrival(part) for key, part in of_rank.items()}
     return arrived
 
 
@@ -375,14 +375,16 @@ def _micro_batch(
     Without any there is padding."""
     sequences = trained or [padding(1, streams)]
     lengths = [s.num_targets for s in sequences]
-    ids_T = joined([s.ids[:-1] for s in sequences], device)
-    targets_T = joined([s.ids[1:] for s in sequences], device)
-    position_ids_T = joined([np.arange(length) for length in lengths], device)
-    loss_mask_T = joined([s.loss_mask[1:] for s in sequences], device)
-    streams_T = {f"{x}_T": joined([s.streams[x][1:] for s in sequences], device) for x in streams}
+    ids_T = tensor_of([s.ids[:-1] for s in sequences], device)
+    targets_T = tensor_of([s.ids[1:] for s in sequences], device)
+    position_ids_T = tensor_of([np.arange(length) for length in lengths], device)
+    loss_mask_T = tensor_of([s.loss_mask[1:] for s in sequences], device)
+    streams_T = {
+        f"{x}_T": tensor_of([s.streams[x][1:] for s in sequences], device) for x in streams
+    }
     batch = PackedBatch(
         ids_T, targets_T, position_ids_T, lengths, loss_mask_T=loss_mask_T,
-        index_N=joined([np.array([s.index for s in trained], np.int64)], device),
+        index_N=tensor_of([np.array([s.index for s in trained], np.int64)], device),
         datasets=[s.dataset for s in trained],
     )  # fmt: skip
     for name in streams:

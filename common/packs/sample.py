@@ -36,7 +36,8 @@ class Sample:
     stored_at: int | None = None
     # Why turns of its row are not trained, one reason for each.
     turns_left_out: tuple[str, ...] = ()
-    # To save memory (`kept`), so many first ids are left out: they are those of the sample before.
+    # To save memory (`without_shared_ids`), so many first ids are left out: they are those of the
+    # sample before.
     left_out: int = 0
     # Per-token lists that your own script adds: `streams["x"]` is `x_T` of a micro-batch.
     streams: dict[str, list[float]] = field(default_factory=dict)
@@ -163,7 +164,7 @@ def at_end(ids: list[int], row: dict | None = None) -> Sample:
 # ---- samples of one row, as they are kept in memory ----
 
 
-def kept(group: list[Sample]) -> list[Sample]:
+def without_shared_ids(group: list[Sample]) -> list[Sample]:
     """Return the samples, each without the ids that it shares with the one before it."""
     shared = [0, *(shared_start(one, other) for one, other in pairwise(group))]
     return [
@@ -172,8 +173,8 @@ def kept(group: list[Sample]) -> list[Sample]:
     ]
 
 
-def whole(group: list[Sample]) -> list[Sample]:
-    """Return copies of kept samples, each with all its ids."""
+def with_shared_ids(group: list[Sample]) -> list[Sample]:
+    """Return copies of such samples, each with all its ids."""
     samples: list[Sample] = []
     for s in group:
         before = samples[-1].ids[: s.left_out] if s.left_out else array("i")

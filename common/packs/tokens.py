@@ -60,7 +60,7 @@ def sequence_of(index: int, sample: Sample) -> TokenSequence:
     return TokenSequence(index, ids, loss_mask, streams, dataset, sample.images)
 
 
-def sent(part: list[TokenSequence]) -> list[TokenSequence]:
+def for_sending(part: list[TokenSequence]) -> list[TokenSequence]:
     """Return the sequences of a part as they travel: without the ids, in front of the trained ones,
     that each shares with the sequence before it. 50 turns of a conversation have 25 times the ids
     of its last sequence."""
@@ -72,7 +72,7 @@ def sent(part: list[TokenSequence]) -> list[TokenSequence]:
     return travelling
 
 
-def received(part: list[TokenSequence]) -> list[TokenSequence]:
+def after_arrival(part: list[TokenSequence]) -> list[TokenSequence]:
     """Return the whole sequences of a part that travelled."""
     whole: list[TokenSequence] = []
     for s in part:
@@ -91,7 +91,7 @@ def padding(num_targets: int, streams: dict[str, np.ndarray]) -> TokenSequence:
     return TokenSequence(-1, zeros, zeros.astype(bool), streams_of_zeros)
 
 
-def joined(arrays: list[np.ndarray], device: torch.device) -> Tensor:
+def tensor_of(arrays: list[np.ndarray], device: torch.device) -> Tensor:
     x = torch.from_numpy(np.concatenate(arrays))
     # A copy from memory that is not pinned makes the host wait for the GPU.
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
@@ -119,7 +119,7 @@ class ModelTokens:
         self.position_ids_T = position_ids_T  # int64: the place of a token in its sequence
         self.lengths = lengths
         self.offsets = [0, *accumulate(lengths)]  # sequence n is [offsets[n], offsets[n + 1])
-        self.cu_seqlens_N1 = joined([np.array(self.offsets, np.int32)], ids_T.device)
+        self.cu_seqlens_N1 = tensor_of([np.array(self.offsets, np.int32)], ids_T.device)
         self.max_seqlen = max(lengths)  # on the host, like `offsets`: no launch waits for the GPU
 
 
@@ -129,9 +129,9 @@ class Keys:
 
     def __init__(self, rows: list[np.ndarray], device: torch.device):
         """`rows`: positions of the keys of each sequence among the computed tokens."""
-        self.rows_K = joined(rows, device)
+        self.rows_K = tensor_of(rows, device)
         self.lengths = [len(row) for row in rows]
-        self.cu_seqlens_N1 = joined([np.array([0, *accumulate(self.lengths)], np.int32)], device)
+        self.cu_seqlens_N1 = tensor_of([np.array([0, *accumulate(self.lengths)], np.int32)], device)
         self.max_seqlen = max(self.lengths)
 
 
@@ -177,18 +177,18 @@ def compact_tokens(
     rows_of_groups = [rows[i:j] for i, j in pairwise([0, *accumulate(map(len, groups))])]
     own_rows = [*chain(*rows_of_groups[r::R])] or [np.array([0])]  # padding takes any result
     tokens = CompactTokens(
-        joined([s.ids[s.shared : -1] for s in sequences], device)[here],
-        joined([s.ids[s.shared + 1 :] for s in sequences], device)[here],
-        joined([np.arange(s.shared, s.num_targets) for s in sequences], device)[here],
+        tensor_of([s.ids[s.shared : -1] for s in sequences], device)[here],
+        tensor_of([s.ids[s.shared + 1 :] for s in sequences], device)[here],
+        tensor_of([np.arange(s.shared, s.num_targets) for s in sequences], device)[here],
         [s.num_targets - s.shared for s in sequences],
-        rows_T=joined(own_rows, device),
+        rows_T=tensor_of(own_rows, device),
         context_group=context_group,
     )
     if any(sequence.shared for sequence in sequences):
         tokens.keys = Keys(rows, device)
     for name in {"stored_at", "support"} & streams.keys():
         own = [s.streams[name][s.shared + 1 :] for s in sequences]
-        setattr(tokens, f"{name}_T", joined(own, device)[here])
+        setattr(tokens, f"{name}_T", tensor_of(own, device)[here])
     return tokens
 
 

@@ -290,10 +290,10 @@ def exchange_objects(outgoing: list) -> list:
     sizes = torch.tensor([len(each) for each in pickled])
     arriving = torch.empty_like(sizes)
     dist.all_to_all_single(arriving, sizes)
-    sent = torch.frombuffer(bytearray().join(pickled), dtype=torch.uint8)
-    received = torch.empty(int(arriving.sum()), dtype=torch.uint8)
-    dist.all_to_all_single(received, sent, arriving.tolist(), sizes.tolist())
-    return [pickle.loads(each.numpy()) for each in received.split(arriving.tolist())]
+    to_others = torch.frombuffer(bytearray().join(pickled), dtype=torch.uint8)
+    from_others = torch.empty(int(arriving.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(from_others, to_others, arriving.tolist(), sizes.tolist())
+    return [pickle.loads(each.numpy()) for each in from_others.split(arriving.tolist())]
 
 
 def gather_rows(x_P: Tensor, positions: Sequence[int]) -> Tensor:

@@ -63,13 +63,13 @@ def sync_weights(engine: Engine, weights: Iterator[tuple[str, Tensor]], version:
     log-probs, because in bfloat16 a step changes them less than rounding does. Raises `RunError` if
     any differ."""
     held = {_key(name): (part, read) for name, part, read in engine.held_weights()}
-    sent: dict[str, Tensor] = {}
+    new_weights: dict[str, Tensor] = {}
 
     def noted() -> Iterator[tuple[str, Tensor]]:
         for name, weight in weights:
             if (key := _key(name)) in held:
                 part, _ = held[key]
-                sent[key] = weight[part].clone()
+                new_weights[key] = weight[part].clone()
             yield name, weight
 
     to_engine = noted()
@@ -77,11 +77,11 @@ def sync_weights(engine: Engine, weights: Iterator[tuple[str, Tensor]], version:
     for _ in to_engine:  # what the engine did not take
         pass
     is_old = {}
-    for key, new in sent.items():
+    for key, new in new_weights.items():
         _, read = held[key]
-        kept = read()
-        if kept.shape == new.shape and kept.dtype == new.dtype:  # else the engine converts it
-            is_old[key] = not torch.equal(kept, new)
+        present = read()
+        if present.shape == new.shape and present.dtype == new.dtype:  # else the engine converts it
+            is_old[key] = not torch.equal(present, new)
     flag = f"--engine {engine.args.engine}"
     if not any(key.startswith("layers.") for key in is_old) and distributed.rank() == 0:
         print_once(f"{flag}: its layout of the blocks hides whether their weights are the newest")

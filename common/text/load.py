@@ -13,7 +13,7 @@ from common.config.extra import extra
 from common.config.flags import STRICT, weights_of
 from common.config.groups import NO_IMAGES, ImageArgs, TrainArgs
 from common.packs.order import Order, make_order
-from common.packs.sample import Sample, kept, whole
+from common.packs.sample import Sample, with_shared_ids, without_shared_ids
 from common.parallel import distributed
 from common.text.columns import Columns, require_columns, unread_columns
 from common.text.encode import Encoder, truncate
@@ -156,7 +156,8 @@ def encode_all(
         encoder.say_once(note, kind)
     bad.report()
     # The last sequence of a conversation has all its images.
-    return Samples([group[-1].row for group in groups], lambda i: whole(groups[i])), counts
+    rows_of_groups = [group[-1].row for group in groups]
+    return Samples(rows_of_groups, lambda i: with_shared_ids(groups[i])), counts
 
 
 def encode(
@@ -167,8 +168,8 @@ def encode(
     notes: why the row was dropped, so that there are no samples, or how it was changed. Raises
     `ValueError` for a bad row.
 
-    To save memory, a sample lacks the first ids that it shares with the one before it (`whole` puts
-    them back), and lacks its row if that is `row`."""
+    To save memory, a sample lacks the first ids that it shares with the one before it
+    (`with_shared_ids` puts them back), and lacks its row if that is `row`."""
     group = encode_row(dict(row), columns, encoder, args)
     notes = []
     length = max((len(sample.ids) for sample in group), default=0)
@@ -194,7 +195,8 @@ def encode(
     if unknown != encoder.tokenizer.eos_token_id and any(unknown in s.ids for s in group):
         notes.append("with characters that the tokenizer lacks")
     rows = [{} if sample.row == row else sample.row for sample in trained]
-    return [replace(s, row=own) for s, own in zip(kept(trained), rows, strict=True)], notes
+    pairs = zip(without_shared_ids(trained), rows, strict=True)
+    return [replace(s, row=own) for s, own in pairs], notes
 
 
 def reasons(counts: Counter) -> str:

@@ -8,7 +8,7 @@ from itertools import chain
 
 from common.config.extra import extra
 from common.config.groups import TrainArgs
-from common.packs.sample import kept
+from common.packs.sample import without_shared_ids
 from common.parallel import distributed
 
 COST_ROWS = 256  # the line about costs is about this many first rows
@@ -66,9 +66,9 @@ def cost_of_rewriting(policy, samples) -> list[str]:
     groups = samples[:COST_ROWS]
     if all(len(group) == 1 for group in groups):
         return []
-    tokens = [sum(len(sample.ids) for sample in chain(*groups)) / len(groups)]
-    tokens.append(sum(len(sample.ids) for group in groups for sample in kept(group)) / len(groups))
-    whole, shared = (f"{round(number):,}" for number in tokens)
+    whole = sum(len(sample.ids) for sample in chain(*groups))
+    shared = sum(len(sample.ids) for sample in chain(*map(without_shared_ids, groups)))
+    whole, shared = (f"{round(tokens / len(groups)):,}" for tokens in (whole, shared))
     problem = "the chat template rewrites earlier turns, and no prefix is shared"
     cost = f"{whole} tokens a row are computed in place of {shared}"
     return [f"{problem}: {cost}; --train_on last trains the last turn of each row alone"]

@@ -79,7 +79,7 @@ EXERCISES = [
         except the first. Set ids_T, the ids that the model reads; targets_T, those that it
         predicts; position_ids_T, 0..L - 1 in each sequence of L targets (`lengths` has the L of
         all); loss_mask_T; and streams_T, a dict in which stream x has the name x_T. The last two
-        are aligned with the targets. joined(arrays, device) is a tensor of arrays in a row.""",
+        are aligned with the targets. tensor_of(arrays, device) is a tensor of arrays in a row.""",
         {
             f"{DATA}::test_targets_are_the_next_tokens": (
                 "a target must be the token after its input, in each sample"

@@ -199,8 +199,8 @@ class Judge:
                 dict.fromkeys(chain(*(found for found in group if isinstance(found, list))))
                 for group in prompts
             ]
-            sent = [list(chain(*map(self._with_answers, group))) for group in distinct]
-            logps = iter(log_likelihoods(self.model, sent, self.args.pack_tokens))
+            questions = [list(chain(*map(self._with_answers, group))) for group in distinct]
+            logps = iter(log_likelihoods(self.model, questions, self.args.pack_tokens))
             for of_group, found_of_group, group in zip(groups, prompts, distinct, strict=True):
                 numbers = {ids: self._probability(logps) for ids in group}
                 pairs = zip(of_group, found_of_group, strict=True)

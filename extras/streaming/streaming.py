@@ -12,7 +12,7 @@ from itertools import chain, count, islice
 from pathlib import Path
 
 from common.config.groups import TrainArgs
-from common.packs.sample import whole
+from common.packs.sample import with_shared_ids
 from common.parallel import distributed
 from common.text.columns import (
     Columns,
@@ -113,7 +113,7 @@ class StreamedSamples:
         return range(count)
 
     def __getitem__(self, i: int) -> SampleGroup:
-        return whole(self.batch[i])
+        return with_shared_ids(self.batch[i])
 
     def _begin_counts(self) -> None:
         self.bad = BadRows(self.args.on_bad_row)
@@ -150,9 +150,9 @@ class StreamedSamples:
                 if group:
                     kept += 1
                     for sample in group:  # the other columns would go to all ranks
-                        whole = sample.row or row
-                        names = {"_source", "_images"} & whole.keys()
-                        sample.row = {name: whole[name] for name in names}
+                        of_sample = sample.row or row
+                        names = {"_source", "_images"} & of_sample.keys()
+                        sample.row = {name: of_sample[name] for name in names}
                     yield group, (number, place)
             self._report(f"of pass {number + 1}")
             if not kept:

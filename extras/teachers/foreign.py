@@ -171,7 +171,7 @@ class ForeignTeacher(Teacher):
                 logprobs[index] = logprobs_T[mb.offsets[n] : mb.offsets[n + 1]].clone()
         self.reshard()
         logprobs = distributed.gather_dict(logprobs)
-        own = sorted(packs[0].sent.items())
+        own = sorted(packs[0].own_samples.items())
         return [logprobs[index][sample.prompt_length - 1 :] for index, sample in own]
 
 

@@ -205,14 +205,14 @@ class Trace:
         """Return this rank's groups by position in the step, and whether all have rewards: groups
         of completions, then rows of data or pairs. A packed sample may be a copy of a completion
         with another mask, but its list of ids is that of the completion. Collective."""
-        sent = [
+        own_samples = [
             (place, sample)
             for k, forward in enumerate(self.forwards)
-            for index, sample in forward.mb.sent.items()
+            for index, sample in forward.mb.own_samples.items()
             if (place := (k, index)) in shares
         ]
         shares_of_ids = defaultdict(dict)
-        for place, sample in sent:
+        for place, sample in own_samples:
             shares_of_ids[id(sample.ids)][place] = shares[place]
         groups = {
             position: [Traced(s, known, shares_of_ids.pop(id(s.ids), {})) for s, known in group]
@@ -220,7 +220,7 @@ class Trace:
         }
         first = int(distributed.all_sum(len(groups)))
         rows: dict[int, dict[int, Traced]] = defaultdict(dict)
-        for (k, index), sample in sent:
+        for (k, index), sample in own_samples:
             if id(sample.ids) in shares_of_ids:  # none of the completions
                 i, g = divmod(index, shares[k, index].samples_per_row)
                 traced = rows[first + i].setdefault(g, Traced(sample, {}, {}))

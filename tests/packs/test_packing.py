@@ -112,7 +112,7 @@ for mb in mbs:
     if mb.num_samples:
         assert torch.equal(x_T, mb.input_ids_T + 1) and torch.equal(mb.advantages_T, x_T / 2)
         assert torch.equal(mb.on_tokens(numbers), (x_T // 1000 * 1000).float())
-assert sorted(mbs[0].sent) == [*range(23)][rank::ranks]
+assert sorted(mbs[0].own_samples) == [*range(23)][rank::ranks]
 trained = distributed.gather_objects(trained)
 assert sorted(sum(trained, [])) == [*range(23)] and all(trained)
 if rank == ranks - 1:
