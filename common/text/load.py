@@ -24,8 +24,8 @@ from common.text.rows import require_held_out, train_and_eval_rows
 FIRST_ROWS = 20  # that are looked at for what a whole data set has
 ROWS_AT_ONCE = 1000  # rows that a rank encodes before the ranks exchange their samples
 
-SampleGroup = list[Sample]  # the samples of one row
-EncodeRow = Callable[[dict, Columns, Encoder, TrainArgs], SampleGroup]
+# Makes the samples of a row.
+EncodeRow = Callable[[dict, Columns, Encoder, TrainArgs], list[Sample]]
 
 
 @dataclass(config=STRICT)
@@ -57,14 +57,14 @@ class Samples(Sequence):
 
     all_rows: Sequence[dict] = ()
 
-    def __init__(self, rows: list[dict], make: Callable[[int], SampleGroup]):
+    def __init__(self, rows: list[dict], make: Callable[[int], list[Sample]]):
         self.rows = rows
         self.make = make
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, i: int | slice) -> SampleGroup | list[SampleGroup]:
+    def __getitem__(self, i: int | slice) -> list[Sample] | list[list[Sample]]:
         chosen = range(len(self))[i]  # raises IndexError
         return [self.make(k) for k in chosen] if isinstance(i, slice) else self.make(chosen)
 
@@ -131,7 +131,7 @@ def encode_all(
     """Return the samples of all rows, and how many rows were dropped or changed, by reason. Every
     rank encodes a part of the rows and gets all samples. Collective. Raises the error of the first
     bad row on every rank."""
-    groups: list[SampleGroup] = []
+    groups: list[list[Sample]] = []
     counts: Counter = Counter()
     bad = BadRows(args.on_bad_row)
     rows_of_ranks = ROWS_AT_ONCE * distributed.world_size()
@@ -163,7 +163,7 @@ def encode_all(
 def encode(
     encode_row: EncodeRow, row: dict, columns: Columns, encoder: Encoder, args: TrainArgs,
     apart: bool = False,
-) -> tuple[SampleGroup, list[str]]:  # fmt: skip
+) -> tuple[list[Sample], list[str]]:  # fmt: skip
     """Return the samples of a row as they are kept, with at most `--max_length` tokens each, and
     notes: why the row was dropped, so that there are no samples, or how it was changed. Raises
     `ValueError` for a bad row.

@@ -12,7 +12,7 @@ from itertools import chain, count, islice
 from pathlib import Path
 
 from common.config.groups import TrainArgs
-from common.packs.sample import with_shared_ids
+from common.packs.sample import Sample, with_shared_ids
 from common.parallel import distributed
 from common.text.columns import (
     Columns,
@@ -26,7 +26,6 @@ from common.text.encode import Encoder
 from common.text.files import TASKS, BadRows, open_split
 from common.text.load import (
     EncodeRow,
-    SampleGroup,
     Samples,
     encode,
     encode_all,
@@ -112,7 +111,7 @@ class StreamedSamples:
         self.batch, self.position = distributed.from_main((self.batch, self.position))
         return range(count)
 
-    def __getitem__(self, i: int) -> SampleGroup:
+    def __getitem__(self, i: int) -> list[Sample]:
         return with_shared_ids(self.batch[i])
 
     def _begin_counts(self) -> None:
@@ -128,7 +127,7 @@ class StreamedSamples:
             self.bad.report()
         self.reported = now
 
-    def _groups(self, epoch: int, drawn: int) -> Iterator[tuple[SampleGroup, tuple[int, int]]]:
+    def _groups(self, epoch: int, drawn: int) -> Iterator[tuple[list[Sample], tuple[int, int]]]:
         """Yield the groups after a position, pass after pass, each with the position after it.
         Report at the end of a pass what was dropped or changed. Raises `ValueError` if a whole pass
         has no sample."""
