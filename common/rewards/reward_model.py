@@ -20,7 +20,7 @@ from common.text.chat import ChatTemplate, rendered
 from common.text.columns import PROMPT_COLUMNS, choose_columns
 from common.text.encode import Encoder
 from common.text.tokenizer import eos_token_ids, load_tokenizer
-from common.text.turns import as_read, turns_of
+from common.text.turns import template_form, turns_of
 from common.workers.worker import Result
 
 
@@ -131,7 +131,7 @@ class RewardModel:
             return ids if sample.finish_reason == "length" else ids + [end]
         messages = [*prompt, dict(role="assistant", content=sample.text)]
         if self.at_end_of_turn:
-            row, messages = as_read(self.chat, dict(_source=self.flag), messages)
+            row, messages = template_form(self.chat, dict(_source=self.flag), messages)
             ((said,), _) = turns_of(self.chat, row, messages, first_trained=len(prompt))
             text = said.prompt + said.text
         else:

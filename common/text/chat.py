@@ -68,7 +68,7 @@ class ChatTemplate:
     def _find_out(self, template_kwargs: tuple[str, ...], label: str) -> None:
         tokenizer = self.tokenizer
         self.in_parts = self._reads_parts(label)
-        self.reads, self.words = _names_read(tokenizer)
+        self.variables, self.words = _names_read(tokenizer)
         self.kwargs = self._checked("--template_kwargs", _variables(template_kwargs))
         # Whether a thought beside the content is shown, in turns with calls and in others.
         self._shows_thoughts = {
@@ -93,7 +93,7 @@ class ChatTemplate:
         variables of the template."""
         label = row.get("_source")
         tools = row.get("tools") or None
-        if tools and "tools" not in self.reads:
+        if tools and "tools" not in self.variables:
             example = "configs/templates/chatml_tools.jinja"
             advice = f"set --chat_template to one that does, such as {example}"
             raise ValueError(f"{label}: column tools: the chat template does not read it; {advice}")
@@ -102,12 +102,12 @@ class ChatTemplate:
             own = self._checked(f"{label}: column chat_template_kwargs", own)
             kwargs = kwargs | {name: value for name, value in own.items() if value is not None}
         has_images = bool(row.get("images"))
-        messages = [self._as_read(message, has_images) for message in messages]
+        messages = [self._content_form(message, has_images) for message in messages]
         label = f"{label}: the row has images, the" if has_images else f"{label}: the"
         options = dict(tools=tools, add_generation_prompt=add_generation_prompt)
         return rendered(self.tokenizer, messages, label, **options, **kwargs)
 
-    def _as_read(self, message: dict, has_images: bool) -> dict:
+    def _content_form(self, message: dict, has_images: bool) -> dict:
         """Return a message in the form that the template reads."""
         if "reasoning_content" in message:
             message = message | dict.fromkeys(THOUGHT_KEYS, message["reasoning_content"])
@@ -123,7 +123,7 @@ class ChatTemplate:
         if not isinstance(variables, dict):
             raise ValueError(f"{label} is no object")
         for name in [name for name, value in variables.items() if value is not None]:
-            if name in SET_HERE or name not in self.reads:
+            if name in SET_HERE or name not in self.variables:
                 unread = "the chat template does not read it"
                 why = "the rows set it" if name in SET_HERE else unread
                 raise ValueError(f"{label} {name}: {why}; leave it out")
@@ -188,7 +188,7 @@ class ChatTemplate:
     def _probe(self, *messages: dict, add_generation_prompt: bool = False) -> str:
         """Return the text of a conversation; empty if the template refuses it."""
         has_calls = any("tool_calls" in message for message in messages)
-        row = PROBE if has_calls and "tools" in self.reads else {}
+        row = PROBE if has_calls and "tools" in self.variables else {}
         try:
             return self.render(row, [*messages], add_generation_prompt)
         except ValueError:
@@ -282,6 +282,6 @@ def end_of_turn(tokenizer, calls: bool = False) -> int | None:
     chat = ChatTemplate(tokenizer)
     end = chat.end_of_calls if calls else chat.end
     is_written = end and not (end.appended and end.token == (tokenizer.eos_token or ""))
-    if not is_written or (calls and "tools" not in chat.reads):
+    if not is_written or (calls and "tools" not in chat.variables):
         return None
     return tokenizer.convert_tokens_to_ids(end.token)

@@ -24,7 +24,7 @@ from common.text.messages import (
 )
 from common.text.text_ids import TextIds
 from common.text.tokenizer import format_of, model_of
-from common.text.turns import as_read, is_wanted, prompt_of, reply_of, turns_of, whole_of
+from common.text.turns import is_wanted, prompt_of, reply_of, template_form, turns_of, whole_of
 
 COLUMNS_OF_CHATS = ("tools", "chat_template_kwargs", "system", "system_prompt")
 
@@ -80,8 +80,9 @@ class Encoder:
         if isinstance(asked, str):
             ids = self._ids(row, self._plain(row, asked), adds_bos=True)
         else:
-            read, messages = as_read(self.chat, row, self._read_messages(row, asked))
-            ids = self._ids(row, prompt_of(self.chat, read, messages))
+            messages = self._with_special_text(row, asked)
+            template_row, messages = template_form(self.chat, row, messages)
+            ids = self._ids(row, prompt_of(self.chat, template_row, messages))
         ids, shown = self._shown(row, ids)
         row.update(shown)
         return ids
@@ -123,7 +124,7 @@ class Encoder:
         if (messages := messages_field(row, "messages")) is None:
             raise bad_row(row, "they are no list")
         turn = SAID | dict(content="", tool_calls=calls) if calls else SAID
-        end, text = reply_of(self.chat, row, turn, self._read_messages(row, messages))
+        end, text = reply_of(self.chat, row, turn, self._with_special_text(row, messages))
         if last_token not in (None, self.tokenizer.convert_tokens_to_ids(end)):
             last = end if calls else self.chat.end.last
             return [*self._ids(row, last + text)]
@@ -144,7 +145,7 @@ class Encoder:
             if not messages:
                 raise bad_row(row, f"column {columns[0]} must be a list of messages")
             self._require_text(row, messages, 0, train_on)
-            messages = self._read_messages(row, self._with_system(row, messages))
+            messages = self._with_special_text(row, self._with_system(row, messages))
             return self._conversation(row, messages, 0, train_on)
         if columns == ("text",):
             for name in COLUMNS_OF_CHATS:
@@ -184,13 +185,13 @@ class Encoder:
             if not answer or (len(answer) == 1 and self._is_blank(row, answer[0])):
                 raise bad_row(row, f"column {completion} is empty")
             self._require_text(row, asked + answer, len(asked), train_on)
-            messages = self._read_messages(row, asked + answer)
+            messages = self._with_special_text(row, asked + answer)
             return self._conversation(row, messages, len(asked), train_on)
         if given_messages(row, completion) is not None:
             problem = f"column {completion} lists messages, column {prompt} is text"
             raise bad_row(row, f"{problem}; --prompt_format chat makes that a user turn")
         asked = self._plain(row, asked)
-        answered = self._read(row, self._text(row, completion), has_end=True, has_bos=True)
+        answered = self._special_text(row, self._text(row, completion), has_end=True, has_bos=True)
         prompt_ids, row = self._shown(row, self._ids(row, asked, adds_bos=True))
         ids = self._ids(row, answered, after=asked) if asked else self._ids(row, answered)
         ids = self._with_eos(ids)
@@ -203,13 +204,13 @@ class Encoder:
     ) -> list[Sample]:
         """Return the sequences that train the turns of the model from message `first_trained` on.
         A turn whose prompt goes on from the sequence before it belongs to that sequence."""
-        read, messages = as_read(self.chat, row, messages)
+        template_row, messages = template_form(self.chat, row, messages)
         if train_on == "all":
-            text = whole_of(self.chat, read, messages, first_trained)
+            text = whole_of(self.chat, template_row, messages, first_trained)
             ids, row = self._shown(row, self._ids(row, text))
             return [all_trained(Sample(ids, bytes(len(ids)), row=row))]
         is_last = train_on == "last"
-        turns, errors = turns_of(self.chat, read, messages, first_trained, is_last)
+        turns, errors = turns_of(self.chat, template_row, messages, first_trained, is_last)
         start = rf"{re.escape(str(row['_source']))}: (turn \d+ \(\w+\): )?"
         reasons = tuple(re.sub(f"^{start}", "", str(error)) for error in errors)
         samples: list[Sample] = []
@@ -281,25 +282,25 @@ class Encoder:
         system = own or self.system_prompt
         return [dict(role="system", content=system), *messages] if system else messages
 
-    def _read_messages(self, row: dict, messages: list[dict]) -> list[dict]:
-        """Return the messages with their texts as `_read` returns them, and marks of images."""
-        read = []
+    def _with_special_text(self, row: dict, messages: list[dict]) -> list[dict]:
+        """Return the messages with marks of images, and `--special_text` applied to their texts."""
+        applied = []
         for message in self._with_images(row, messages):
             has_end = message["role"] == "assistant"
-            texts = {key: self._read(row, value, has_end) for key, value in message.items()}
-            read.append(texts | dict(role=message["role"]))
-        return read
+            texts = {key: self._special_text(row, value, has_end) for key, value in message.items()}
+            applied.append(texts | dict(role=message["role"]))
+        return applied
 
-    def _read(
+    def _special_text(
         self, row: dict, value: object, has_end: bool = False, has_bos: bool = False
     ) -> object:
         """Return a text of the data, or a value with texts, as `--special_text` reads it: report
         the first special token, or hide all so that they stay text. With `has_end`, a token that
         ends turns may end the text; with `has_bos`, BOS may begin it."""
         if isinstance(value, dict):
-            return {key: self._read(row, item) for key, item in value.items()}
+            return {key: self._special_text(row, item) for key, item in value.items()}
         if isinstance(value, list):
-            return [self._read(row, item) for item in value]
+            return [self._special_text(row, item) for item in value]
         if not isinstance(value, str):
             return value
         bos = self.tokenizer.bos_token or ""
@@ -370,7 +371,7 @@ class Encoder:
     def _plain(self, row: dict, text: str, has_end: bool = False) -> str:
         """Return the text that the tokenizer gets for a prompt without a chat template."""
         (message,) = self._with_images(row, [dict(role="user", content=text)])
-        text = self._read(row, message["content"], has_end, has_bos=True)
+        text = self._special_text(row, message["content"], has_end, has_bos=True)
         return text if self.images is None else self.images.in_plain_text(text)
 
 

@@ -39,7 +39,7 @@ class Said(NamedTuple):
     number: int  # of its message
 
 
-def as_read(chat: ChatTemplate, row: dict, messages: list[dict]) -> tuple[dict, list[dict]]:
+def template_form(chat: ChatTemplate, row: dict, messages: list[dict]) -> tuple[dict, list[dict]]:
     """Return the row with its tools as schemas, and the messages as the template has them."""
     if row.get("tools"):
         row = row | dict(tools=tools_field(row))
@@ -53,7 +53,7 @@ def is_answer(messages: list[dict]) -> bool:
     return not messages[-1].get("tool_calls")
 
 
-# The functions below take the row and the messages as `as_read` returns them.
+# The functions below take the row and the messages as `template_form` returns them.
 
 
 def prompt_of(chat: ChatTemplate, row: dict, messages: list[dict]) -> str:
@@ -165,7 +165,7 @@ def said_of(chat: ChatTemplate, row: dict, messages: list[dict], prompt: str) ->
         said = _with_thought_opened(tag, turn, text[len(before) :])
     elif _has_thought(turn) and re.search(r"(</[\w:]+>|\[/THINK\])\s*$", prompt):
         switch = "set --template_kwargs enable_thinking=true, or "
-        advice = f"{switch if 'enable_thinking' in chat.reads else ''}take it out"
+        advice = f"{switch if 'enable_thinking' in chat.variables else ''}take it out"
         raise bad_row(row, f"{where} prompt ends the thought, the row has one; {advice}")
     else:
         raise bad_row(row, f"{where} chat template does not go on from its prompt")
@@ -235,7 +235,7 @@ def reply_of(chat: ChatTemplate, row: dict, turn: dict, messages: list[dict]) ->
     """Return two texts: the token that ends a turn of the model like `turn`, and what the template
     writes after it, which is `messages` up to the start of the model's next turn. Raises
     `ValueError` if the template writes no such token or leaves a message out."""
-    row, messages = as_read(chat, row, [ASKED, turn, *messages])
+    row, messages = template_form(chat, row, [ASKED, turn, *messages])
     require_shown(chat, row, messages)
     texts = []
     for word in ("here", "there!"):  # what follows the turn does not depend on it

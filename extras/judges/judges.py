@@ -129,8 +129,8 @@ class Judge:
             self.args, prompt_format="chat", system_prompt=None, special_text="text",
             template_kwargs=(),
         )  # fmt: skip
-        reads = Encoder(tokenizer, args).chat.reads
-        args = replace(args, template_kwargs=[f"{name}=false" for name in OFF if name in reads])
+        variables = Encoder(tokenizer, args).chat.variables
+        args = replace(args, template_kwargs=[f"{name}=false" for name in OFF if name in variables])
         self.encoder = Encoder(tokenizer, args)
         chat = self.encoder.chat
         if opened_thought(chat.header) or chat.end is None:

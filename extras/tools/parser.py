@@ -18,7 +18,7 @@ from common.parallel.process import within
 from common.text.chat import ASKED, CALL, PROBE, SAID, ChatTemplate
 from common.text.messages import arguments_of
 from common.text.thoughts import answer_of, template_text, thought_marks
-from common.text.turns import as_read, prompt_of, require_shown, said_of
+from common.text.turns import prompt_of, require_shown, said_of, template_form
 
 # How chat templates begin a call -> name of the parser; the first that matches is the default.
 FORMATS = (
@@ -108,7 +108,7 @@ def make_parser(tokenizer, args: SamplingArgs) -> Parser:
     """Return the parser of `--tool_parser` for the tokenizer's chat template. Raises `ValueError`
     if it is unknown, or does not read a call that the template writes."""
     chat = ChatTemplate(tokenizer, args.template_kwargs)
-    if "tools" not in chat.reads:
+    if "tools" not in chat.variables:
         example = "configs/templates/chatml_tools.jinja"
         advice = f"set --chat_template to one that does, such as {example}"
         raise ValueError(f"--tools: the chat template does not read tools; {advice}")
@@ -132,7 +132,7 @@ def make_parser(tokenizer, args: SamplingArgs) -> Parser:
 def written_calls(chat: ChatTemplate, row: dict, calls: list[dict]) -> tuple[str, str]:
     """Return a prompt and the turn that the model says after it for `calls`, without the token that
     ends it. Raises `ValueError` if the template does not show such a turn."""
-    row, messages = as_read(chat, row, [ASKED, SAID | dict(content="", tool_calls=calls)])
+    row, messages = template_form(chat, row, [ASKED, SAID | dict(content="", tool_calls=calls)])
     try:
         require_shown(chat, row, messages)
         prompt = prompt_of(chat, row, messages[:1])

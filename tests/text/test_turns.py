@@ -171,7 +171,7 @@ TRAINED = [
 def test_turns_are_trained_as_they_are_sampled(template, messages, expected):
     """Each follows a prompt of sampling, in one sequence where the next prompt goes on."""
     coder = coder_of(template)
-    row = dict(tools=[TOOL]) if "tools" in coder.chat.reads else {}
+    row = dict(tools=[TOOL]) if "tools" in coder.chat.variables else {}
     sequences = samples(coder, messages=messages, **row)
     assert [span for sample in sequences for span in spans(coder, sample)] == expected
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
