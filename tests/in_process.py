@@ -13,8 +13,9 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import last, write_rows
+from helpers import write_rows
 from hypothesis import settings
+from processes import last
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.config.online import OnlineArgs

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import run, write_rows
+from helpers import write_rows
+from processes import run
 
 import distill
 import dpo

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, metrics, read_rows, run, samples, write_rows
+from helpers import ROOT, metrics, read_rows, samples, write_rows
 from in_process import REWARD, talkative
+from processes import run
 
 from bok import Args, best, loss
 

@@ -6,10 +6,11 @@ from itertools import groupby
 
 import pytest
 import torch
-from helpers import assert_close_metrics, completion, metrics, run, samples
+from helpers import assert_close_metrics, completion, metrics, samples
 from hypothesis import given
 from hypothesis import strategies as st
 from in_process import talkative
+from processes import run
 
 import dapo
 from common.parallel.distributed import RunError

@@ -4,7 +4,8 @@ recipe: SFT learns a part, GRPO learns more, and the engine agrees."""
 import shutil
 
 import pytest
-from helpers import ROOT, metrics, run
+from helpers import ROOT, metrics
+from processes import run
 from transformers import AutoModelForCausalLM
 
 import demo

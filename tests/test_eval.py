@@ -9,8 +9,9 @@ import shutil
 
 import pytest
 import torch
-from helpers import metrics, read_rows, run, write_rows
+from helpers import metrics, read_rows, write_rows
 from in_process import talkative
+from processes import run
 
 from common.config.groups import TrainArgs
 from common.evaluate import checkpoint_curve, completions_file

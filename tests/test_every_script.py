@@ -16,12 +16,11 @@ from helpers import (
     assert_same_weights,
     metrics,
     read_rows,
-    run,
-    run_and_kill,
     samples,
     write_rows,
 )
 from in_process import talkative, words, write_teacher
+from processes import run, run_and_kill
 from text.chats import END, HEAD, loop, said, turn
 
 import ppo

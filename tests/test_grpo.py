@@ -4,7 +4,8 @@ only samples. tests/test_grpo_objective.py has the formulas."""
 from pathlib import Path
 
 import pytest
-from helpers import assert_close_metrics, metrics, run, samples, weights
+from helpers import assert_close_metrics, metrics, samples, weights
+from processes import run
 
 pytestmark = pytest.mark.slow
 SAME = ("loss", "grad_norm", "reward", "reward_std", "entropy", "completions/mean_length",

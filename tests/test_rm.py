@@ -6,7 +6,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from helpers import read_rows, run
+from helpers import read_rows
+from processes import run
 
 import rm
 from common.config.groups import TrainArgs

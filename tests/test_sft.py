@@ -7,11 +7,12 @@ import shutil
 from itertools import chain
 
 import pytest
-from helpers import assert_close_metrics, metrics, run, write_rows
+from helpers import assert_close_metrics, metrics, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from in_process import words
 from naive import check
+from processes import run
 from text.chats import ASKED, END, HEAD, loop, said
 
 import sft

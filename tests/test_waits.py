@@ -9,8 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import last, write_rows
+from helpers import write_rows
 from in_process import write_teacher
+from processes import last
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -20,7 +20,6 @@ from helpers import (
     assert_resumes_exactly,
     completion,
     metrics,
-    run,
     samples,
     weights,
     write,
@@ -29,6 +28,7 @@ from helpers import (
 from hypothesis import given
 from in_process import talkative
 from naive import check, rows
+from processes import run
 from test_grpo_objective import (
     IDS,
     MASK,

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, environment
+from helpers import ROOT
+from processes import environment
 
 from course.exercises.bugs import BUGS
 from course.exercises.fragments import replace

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import ROOT, call_main
+from helpers import ROOT
+from processes import call_main
 
 from common.config.parse import parse
 from course import lesson as module

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ROOT, Ranks, call_main, write
+from helpers import ROOT, write
+from processes import Ranks, call_main
 
 from course import race
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from commands.collect import Command
 from commands.stand_ins import FILES, HUB, LOCAL_MODELS, MADE, MODELS, READS, hub, write_file
-from helpers import ROOT, Ranks, finished
+from helpers import ROOT
+from processes import Ranks, finished
 from scripts import ALGORITHMS, SCRIPTS
 
 IN_SANDBOX = ROOT / "tests" / "commands" / "in_sandbox.py"

@@ -13,7 +13,8 @@ import pytest
 from commands.collect import Command, collect
 from commands.shell import Shell, like, makers, short
 from commands.stand_ins import HUB, LOCAL_MODELS, MODELS, THINKING
-from helpers import ROOT, finished, metrics
+from helpers import ROOT, metrics
+from processes import finished
 from scripts import ALGORITHMS
 
 from common.config.groups import BUILT_IN_MODELS

@@ -3,7 +3,8 @@ does not change."""
 
 import pytest
 import torch
-from helpers import assert_same_weights, metrics, run, write, write_rows
+from helpers import assert_same_weights, metrics, write, write_rows
+from processes import run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft

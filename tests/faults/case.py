@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from helpers import Ranks, metrics
+from helpers import metrics
+from processes import Ranks
 from transformers import AutoModelForCausalLM
 
 from common.model.tiny import tiny_model

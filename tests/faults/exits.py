@@ -4,7 +4,7 @@ complaint."""
 from collections.abc import Iterator
 from pathlib import Path
 
-from helpers import BAD_ENDS, ended, start
+from processes import BAD_ENDS, ended, start
 
 from tests.faults.case import Case, inputs
 from tests.faults.shim import shim

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from helpers import Ranks
+from processes import Ranks
 
 from common import durable
 from tests.faults.case import Case, Setting, illegible, inputs, outcome, reference, work

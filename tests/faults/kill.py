@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from helpers import Ranks, alive, descendants, kill, metrics
+from helpers import metrics
+from processes import Ranks, alive, descendants, kill
 
 from tests.faults.case import (
     HERE,

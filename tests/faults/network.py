@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from helpers import Ranks, alive, kill, logged
+from helpers import logged
+from processes import Ranks, alive, kill
 
 from tests.faults.case import HERE, Case, Setting, Skip, differs, reference
 

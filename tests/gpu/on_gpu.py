@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import PATIENCE, ROOT, ended, finished, start
+from helpers import ROOT
+from processes import PATIENCE, ended, finished, start
 
 ON_CPU = os.environ.get("ONEFILE_GPU_TESTS_ON_CPU") == "1"
 """the tests run on the CPU, see tests/gpu/conftest.py"""

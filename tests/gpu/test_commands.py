@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from helpers import PATIENCE, ROOT, finished, metrics
+from helpers import ROOT, metrics
 from on_gpu import ON_CPU, gpu
+from processes import PATIENCE, finished
 from scripts import SCRIPTS
 
 from common.config.parse import parse

@@ -10,9 +10,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, assert_close_metrics, descendants, ended, kill, logged, metrics, until
+from helpers import ROOT, assert_close_metrics, logged, metrics
 from in_process import REWARD, write_teacher
 from on_gpu import DTYPES, ON_CPU, gpu, launch, needs_vllm, started
+from processes import descendants, ended, kill, until
 
 pytestmark = gpu(2, shared=True)
 # vLLM does not share a GPU.

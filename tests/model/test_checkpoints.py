@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run
 from model.test_policy import ARCHITECTURES, write_checkpoint
+from processes import run
 from safetensors.torch import load_file
 
 from common import durable

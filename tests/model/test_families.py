@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run, stored
+from helpers import stored
+from processes import run
 from safetensors.torch import load_file, save_file
 
 from bench.models import ARGS, checkpoint

@@ -10,14 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import (
-    assert_close_metrics,
-    assert_resumes_exactly,
-    metrics,
-    run,
-    stored,
-    tiny_tokenizer,
-)
+from helpers import assert_close_metrics, assert_resumes_exactly, metrics, stored, tiny_tokenizer
+from processes import run
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
+from helpers import assert_close_metrics, assert_resumes_exactly, metrics
 from model.test_policy import (
     ARCHITECTURES,
     hf_model,
@@ -21,6 +21,7 @@ from model.test_policy import (
     whole,
     write_checkpoint,
 )
+from processes import run
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 

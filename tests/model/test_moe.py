@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run
+from processes import run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import run, samples_of
+from helpers import samples_of
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import run
 
 from common.objectives.reduction import sequence_mean, sequence_sum
 from common.packs.packing import PackedBatch, pack, pack_groups, pack_minibatches, per_sample

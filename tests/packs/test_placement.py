@@ -4,9 +4,10 @@ of one process."""
 import json
 
 import pytest
-from helpers import ROOT, assert_close_metrics, run
+from helpers import ROOT, assert_close_metrics
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import run
 
 from common.packs.placement import GroupShape, place_groups
 

@@ -7,7 +7,7 @@ of another size."""
 import json
 
 import pytest
-from helpers import run
+from processes import run
 
 BLOCKS = 2
 

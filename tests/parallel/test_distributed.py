@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import ROOT, run
+from helpers import ROOT
+from processes import run
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 

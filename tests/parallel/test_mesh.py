@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import run
+from processes import run
 
 from common.parallel import distributed
 

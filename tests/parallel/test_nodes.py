@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, alive, descendants, ended, environment, kill, until, write
+from helpers import ROOT, write
+from processes import alive, descendants, ended, environment, kill, until
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from helpers import Ranks, run, until
+from processes import Ranks, run, until
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 import torch
-from helpers import alive, descendants, run, until
 from in_process import Args
+from processes import alive, descendants, run, until
 
 from common.metrics.meter import Meter
 from common.rewards.total import Rewards

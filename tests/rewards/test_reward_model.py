@@ -6,8 +6,9 @@ from functools import cache
 
 import pytest
 import torch
-from helpers import run, write_rows
+from helpers import write_rows
 from in_process import Args
+from processes import run
 
 from common.metrics.meter import Meter
 from common.model.hub import resolve_model

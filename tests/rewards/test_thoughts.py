@@ -3,8 +3,9 @@ of common models."""
 
 import pytest
 import torch
-from helpers import PATIENCE, tiny_tokenizer
+from helpers import tiny_tokenizer
 from in_process import Args
+from processes import PATIENCE
 
 from common.metrics.meter import Meter
 from common.packs.sample import Completion

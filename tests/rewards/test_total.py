@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-from helpers import PATIENCE
 from in_process import Args
+from processes import PATIENCE
 
 from common.metrics.meter import Meter
 from common.packs.sample import Completion, Sample

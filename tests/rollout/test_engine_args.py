@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 import torch
 from engines import RANK_0_OF_1
-from helpers import run
 from in_process import Args
+from processes import run
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from common.config.online import ALONE

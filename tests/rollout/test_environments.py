@@ -8,8 +8,9 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from helpers import PATIENCE, ROOT, alive, descendants, open_files, until
+from helpers import ROOT
 from in_process import Args
+from processes import PATIENCE, alive, descendants, open_files, until
 
 from common.model.tiny import tiny_model
 from common.rollout.engine import empty_completion

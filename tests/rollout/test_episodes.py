@@ -12,16 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engines import stopping
-from helpers import (
-    PATIENCE,
-    assert_close_metrics,
-    metrics,
-    run,
-    short_turns,
-    tiny_tokenizer,
-    write_rows,
-)
+from helpers import assert_close_metrics, metrics, short_turns, tiny_tokenizer, write_rows
 from in_process import Args, talkative
+from processes import PATIENCE, run
 from text.chats import parts
 
 from common.config.flags import Limit

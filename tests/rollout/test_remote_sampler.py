@@ -6,19 +6,9 @@ import signal
 from collections import Counter
 
 import pytest
-from helpers import (
-    Ranks,
-    assert_close_metrics,
-    assert_same_weights,
-    logged,
-    metrics,
-    run,
-    run_and_kill,
-    samples,
-    until,
-    write_rows,
-)
+from helpers import assert_close_metrics, assert_same_weights, logged, metrics, samples, write_rows
 from in_process import REWARD
+from processes import Ranks, run, run_and_kill, until
 
 from bench.models import checkpoint
 from tests.rewards.test_reward_model import save_classifier

@@ -5,7 +5,8 @@ import re
 from unittest import mock
 
 import pytest
-from helpers import run, write_rows
+from helpers import write_rows
+from processes import run
 
 import dpo
 import sft

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from helpers import ROOT, call_main, write_rows
+from helpers import ROOT, write_rows
 from PIL import Image
+from processes import call_main
 
 COMPARE = ROOT / "tools" / "compare.py"
 module = runpy.run_path(str(COMPARE), run_name="compare")

@@ -4,7 +4,8 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
-from helpers import call_main, write
+from helpers import write
+from processes import call_main
 
 from bench import gpu_report
 

@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 import torch
-from helpers import assert_resumes_exactly, metrics, run
+from helpers import assert_resumes_exactly, metrics
+from processes import run
 from safetensors.torch import load_file, save_file
 
 from common.config.groups import TrainArgs

@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import run, write_rows
+from helpers import write_rows
+from processes import run
 from test_bad_input import one_error
 
 import distill

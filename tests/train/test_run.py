@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import Clock, metrics
+from helpers import metrics
 from model.test_policy import whole
+from processes import Clock
 from safetensors.torch import load_file
 
 from common.config.extra import has_extra

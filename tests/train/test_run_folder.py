@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import metrics, run, write_rows
+from helpers import metrics, write_rows
+from processes import run
 from test_bad_input import one_error
 
 from common.train.run_folder import unlock

@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers import assert_same_weights, metrics, run, signal_at
+from helpers import assert_same_weights, metrics
+from processes import run, signal_at
 
 from common.parallel import process
 from common.rollout import transformers_engine

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from helpers import PATIENCE, descendants
+from processes import PATIENCE, descendants
 
 from common.workers.pool import Pool
 from common.workers.worker import Result

@@ -11,9 +11,11 @@ import sys
 import threading
 import time
 import warnings
+from subprocess import PIPE
 
 import pytest
-from helpers import PATIENCE, PIPE, ROOT, alive, descendants, kill, until
+from helpers import ROOT
+from processes import PATIENCE, alive, descendants, kill, until
 
 from common.workers import pool as module
 from common.workers import worker

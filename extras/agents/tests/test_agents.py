@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import torch
-from helpers import PATIENCE, ROOT, metrics, short_turns
+from helpers import ROOT, metrics, short_turns
 from in_process import Args
+from processes import PATIENCE
 
 from common.config.flags import Limit
 from common.metrics.meter import Meter

@@ -1,7 +1,8 @@
 """Models that vLLM does not take as they are: it samples from the trained weights."""
 
 import pytest
-from helpers import metrics, run
+from helpers import metrics
+from processes import run
 
 from bench.models import checkpoint
 from extras.architectures.tests.test_mxfp4 import pack_experts

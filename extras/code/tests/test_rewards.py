@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import PATIENCE, descendants, kill, until
 from in_process import Args
+from processes import PATIENCE, descendants, kill, until
 
 from common.metrics.meter import Meter
 from common.packs.sample import Completion

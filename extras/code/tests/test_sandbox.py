@@ -10,9 +10,11 @@ import subprocess
 import sys
 import tempfile
 from contextlib import closing
+from subprocess import PIPE
 
 import pytest
-from helpers import PATIENCE, PIPE, ROOT, Clock, alive, descendants, open_files, until
+from helpers import ROOT
+from processes import PATIENCE, Clock, alive, descendants, open_files, until
 
 from extras.code.sandbox import process, program
 from extras.code.sandbox.program import Limits, Outcome, Program, ProgramError, run_program

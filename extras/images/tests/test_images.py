@@ -4,7 +4,8 @@ import json
 import re
 
 import pytest
-from helpers import assert_close_metrics, metrics, run, samples, stored, weights, write_rows
+from helpers import assert_close_metrics, metrics, samples, stored, weights, write_rows
+from processes import run
 
 from extras.images.reader import Reader
 from extras.images.tests.checkpoints import picture

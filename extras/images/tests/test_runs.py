@@ -9,11 +9,11 @@ from helpers import (
     assert_close_metrics,
     assert_resumes_exactly,
     metrics,
-    run,
     stored,
     weights,
     write_rows,
 )
+from processes import run
 
 from common.model.hub import resolve_model
 from extras.images.reader import reader

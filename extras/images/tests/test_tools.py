@@ -6,8 +6,9 @@ import runpy
 import sys
 
 import pytest
-from helpers import ROOT, call_main
+from helpers import ROOT
 from PIL import EpsImagePlugin, Image
+from processes import call_main
 
 import sft
 from common.parallel.process import visible

@@ -5,8 +5,9 @@ import json
 
 import pytest
 import torch
-from helpers import assert_close_metrics, run, write_rows
+from helpers import assert_close_metrics, write_rows
 from PIL import Image
+from processes import run
 from transformers import AutoImageProcessor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 

@@ -7,8 +7,9 @@ from itertools import permutations
 
 import pytest
 import torch
-from helpers import metrics, run, write_rows
+from helpers import metrics, write_rows
 from in_process import Args
+from processes import run
 
 from common.metrics.meter import Meter
 from common.model.hub import resolve_model

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import run
 from model.test_policy import ARCHITECTURES, samples, write_checkpoint
+from processes import run
 
 from common.config.groups import TrainArgs
 from common.config.online import USABLE

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_resumes_exactly, metrics, run, stored
+from helpers import assert_resumes_exactly, metrics, stored
 from model.test_lora import MODELS, assert_same_weights_everywhere, move
 from model.test_policy import samples, whole, write_checkpoint
+from processes import run
 from safetensors.torch import load_file, save_file
 from test_every_script import assert_equal_runs
 

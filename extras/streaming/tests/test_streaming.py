@@ -8,7 +8,8 @@ from functools import partial
 
 import datasets
 import pytest
-from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run, write_rows
+from helpers import assert_close_metrics, assert_resumes_exactly, metrics, write_rows
+from processes import run
 
 import sft
 from common.model.tiny import tiny_model

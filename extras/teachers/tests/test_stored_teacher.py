@@ -5,7 +5,8 @@ run."""
 
 import pytest
 import torch
-from helpers import assert_close_metrics, metrics, run, samples
+from helpers import assert_close_metrics, metrics, samples
+from processes import run
 from safetensors.torch import load_file
 from test_distill import SAME, SAMPLED, domains, flags, load_teacher, teacher  # noqa: F401
 

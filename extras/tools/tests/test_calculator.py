@@ -5,7 +5,7 @@ from contextlib import closing
 from itertools import zip_longest
 
 import pytest
-from helpers import PATIENCE
+from processes import PATIENCE
 
 from common.rollout.environments import BUILT_IN, episode_server, load_environment
 from common.workers.pool import Process

@@ -8,8 +8,9 @@ from contextlib import closing
 
 import pytest
 import yaml
-from helpers import PATIENCE, ROOT, alive, until
+from helpers import ROOT
 from in_process import Args
+from processes import PATIENCE, alive, until
 
 from common.config.groups import flags_of
 from common.config.parse import one_line

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 from field.families import CHATML, IM_END, ours
-from helpers import PATIENCE, ROOT, Clock, assert_close_metrics, metrics, run, write_rows
+from helpers import ROOT, assert_close_metrics, metrics, write_rows
 from in_process import talkative
+from processes import PATIENCE, Clock, run
 
 from common.config.flags import Limit
 from common.parallel.distributed import RunError

@@ -14,7 +14,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from helpers import Clock
+from processes import Clock
 
 from extras.code.sandbox import process, program
 from extras.tools import python_tool

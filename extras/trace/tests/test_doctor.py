@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import call_main, write_rows
+from helpers import write_rows
+from processes import call_main
 
 from common.metrics.runs import read_run
 from extras.trace import doctor

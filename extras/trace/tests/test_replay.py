@@ -5,7 +5,8 @@ import shutil
 import sys
 
 import pytest
-from helpers import ROOT, call_main, run
+from helpers import ROOT
+from processes import call_main, run
 
 from extras.trace import replay
 from extras.trace.tests.test_trace import LARGE_STEPS, SCRIPTS, flags, traces

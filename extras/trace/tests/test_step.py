@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, call_main, run
+from helpers import ROOT
+from processes import call_main, run
 
 from common.parallel import distributed
 from extras.trace import replay, step, trace, view

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_same_weights, metrics, run
+from helpers import assert_same_weights, metrics
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import run
 
 from extras.trace import trace
 from extras.trace.file import read

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import call_main, write_rows
+from helpers import write_rows
+from processes import call_main
 
 from extras.trace import file as trace_file
 from extras.trace import view

@@ -5,7 +5,8 @@ import json
 import sys
 
 import pytest
-from helpers import run, write
+from helpers import write
+from processes import run
 
 from common.config.groups import TrainArgs
 from common.metrics.logger import RunLogger
