@@ -35,7 +35,7 @@ from common.metrics.moments import moments
 from common.model.hub import longest_sequence, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
-from common.objectives.advantages import EPSILON, centre_groups, leave_one_out
+from common.objectives.advantages import EPSILON, centre_groups
 from common.objectives.importance import CorrectionArgs, bounded_exp, importance_weights, is_clipped
 from common.objectives.kl import KL, KLEstimateArgs, LogKLArgs, kl_estimate
 from common.objectives.policy import BY_TOKEN, PolicyInputs, PolicyLoss, PolicyLossArgs
@@ -61,10 +61,17 @@ def less_mean(rewards_BG: Tensor) -> Tensor:
     return centre_groups(rewards_BG.reshape(1, -1)).reshape(rewards_BG.shape)
 
 
+def leave_one_out(rewards_BG: Tensor) -> Tensor:
+    """Return each reward minus the mean of the others of its group (RLOO), [B, G] float64."""
+    size_B1 = (~rewards_BG.isnan()).sum(-1, keepdim=True)
+    # n / (n - 1) (r - mean of all n)
+    return centre_groups(rewards_BG) * size_B1 / (size_B1 - 1).clamp(min=1)
+
+
 LESS_BASELINE = {  # by --advantage
     "reinforce++": less_mean,
     "reinforce++_baseline": centre_groups,  # minus the mean of the group
-    "leave_one_out": leave_one_out,  # RLOO: minus the mean of the others of the group
+    "leave_one_out": leave_one_out,
 }
 
 

@@ -56,7 +56,7 @@ def advantages(rewards_BG: Tensor) -> Tensor:
     the others of its group. A missing reward (NaN) counts in no mean and gets 0; a group of equal
     rewards gets exactly 0."""
     size_B1 = (~rewards_BG.isnan()).sum(-1, keepdim=True)
-    # n / (n - 1) (R - mean of all n)
+    # n / (n - 1) (r - mean of all n)
     return centre_groups(rewards_BG) * size_B1 / (size_B1 - 1).clamp(min=1)
 
 

@@ -74,12 +74,6 @@ def group_mean_batch_std(rewards_BG: Tensor) -> Tensor:
     return centre_groups(rewards_BG) / ((known.std() if len(known) > 1 else 0.0) + EPSILON)
 
 
-def leave_one_out(rewards_BG: Tensor) -> Tensor:
-    """RLOO (arXiv:2402.14740 Eq. 7): r - mean of the others, which is n / (n - 1) (r - mean)."""
-    size_B1 = (~rewards_BG.isnan()).sum(-1, keepdim=True)
-    return centre_groups(rewards_BG) * size_B1 / (size_B1 - 1).clamp(min=1)
-
-
 VARIANTS: dict[str, Callable[[Tensor], Tensor]] = dict(  # further values of --advantage
     group_mean=group_mean, group_ratio=group_ratio, group_mean_batch_std=group_mean_batch_std
 )

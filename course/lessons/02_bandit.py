@@ -21,11 +21,12 @@ import yaml
 from torch import Tensor
 
 import grpo
-from common.objectives.advantages import group_mean, leave_one_out
+import rloo
+from common.objectives.advantages import group_mean
 from common.objectives.policy import PolicyInputs, reinforce
 
 BASELINES = dict(
-    none=lambda rewards_OG: rewards_OG, leave_one_out=leave_one_out, group_mean=group_mean,
+    none=lambda rewards_OG: rewards_OG, leave_one_out=rloo.advantages, group_mean=group_mean,
     group=grpo.advantages,
 )  # fmt: skip
 REWARDS_A = torch.tensor([1.0, 0.6, 0.3, 0.0], dtype=torch.float64)

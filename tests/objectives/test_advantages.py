@@ -11,6 +11,8 @@ from naive import double, known, naive_centred
 
 import dapo
 import grpo
+import reinforce
+import rloo
 from common.objectives.advantages import (
     VARIANTS,
     centre_groups,
@@ -19,7 +21,6 @@ from common.objectives.advantages import (
     group_mean_batch_std,
     group_ratio,
     group_std,
-    leave_one_out,
     unequal,
 )
 
@@ -52,7 +53,8 @@ def test_group_advantages_equal_the_naive_formula(rewards):
 @given(st.floats(-1e6, 1e6), st.integers(2, 16), st.integers(1, 3))
 def test_equal_rewards_give_exactly_zero_in_every_estimator(reward, n, groups):
     rewards = torch.full((groups, n), reward, dtype=torch.float64)
-    for advantages in (grpo.advantages, leave_one_out, *VARIANTS.values()):
+    of_scripts = grpo.advantages, rloo.advantages, reinforce.leave_one_out
+    for advantages in (*of_scripts, *VARIANTS.values()):
         if advantages is not group_ratio or reward >= 0:  # it refuses negative rewards
             found = advantages(rewards)
             assert (found == 0).all() and found.dtype == torch.float64, advantages
