@@ -51,7 +51,6 @@ from common.train.run_folder import begin_run, prepare_output_dir
 
 SHOW = ("loss", "reward", "eval/solved", "time/step")
 
-
 # ---- the objective ----
 
 

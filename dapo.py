@@ -94,11 +94,11 @@ def loss(
     """Return each token's share of the objective L, to be minimised, and per-token tensors to log.
     `mask_T`: trained tokens; `sequence_ids_T`: the completion of each token; `tokens`: number of
     trained tokens of the *global* minibatch."""
-    where = mask_T, sequence_ids_T
-    bounds = args.clip_low, args.clip_high
-    x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, *where, *bounds)
+    low, high = args.clip_low, args.clip_high
+    x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_ids_T, low, high)
     loss_T, ratio_T, stopped_T = LOSSES[args.loss](x)
-    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *where, args.correction_form())
+    correction = args.correction_form()
+    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, correction)
     logged = {
         "ratio": ratio_T.detach(),
         "clip_ratio/region_mean": stopped_T,

@@ -106,12 +106,12 @@ def loss(
             full_T = full_T - args.sft_weight * comparison.logprobs_T
             logged["data/cross_entropy"] = -comparison.logprobs_T.detach()
         return full_T * mask_T / tokens, logged
-    where = mask_T, sequence_ids_T
     A_T = comparison.teacher_logprobs_T - old_logprobs_T
-    bounds = args.clip_low, args.clip_high
-    x = PolicyInputs(comparison.logprobs_T, old_logprobs_T, A_T, *where, *bounds)
+    low, high = args.clip_low, args.clip_high
+    x = PolicyInputs(comparison.logprobs_T, old_logprobs_T, A_T, mask_T, sequence_ids_T, low, high)
     loss_T, ratio_T, stopped_T = LOSSES[args.loss](x)
-    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *where, args.correction_form())
+    correction = args.correction_form()
+    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, correction)
     logged = {
         "ratio": ratio_T.detach(),
         "clip_ratio/region_mean": stopped_T,

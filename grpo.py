@@ -89,11 +89,11 @@ def loss(
     The shares of all micro-batches and ranks add up to a mean over the *global* minibatch, which
     has `tokens` trained tokens in `sequences` completions. c_t = pi_old / pi_engine, bounded,
     without gradient. `mask_T`: trained tokens; `sequence_ids_T`: number of the completion."""
-    where = mask_T, sequence_ids_T
-    x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, *where, *args.clip_bounds)
+    low, high = args.clip_bounds
+    x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_ids_T, low, high)
     policy_T, ratio_T, stopped_T = LOSSES[args.loss](x)
     correction = args.correction_form(args.loss in BY_COMPLETION)
-    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *where, correction)
+    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, correction)
     loss_T = policy_T * c_T
     logged = {
         "ratio": ratio_T.detach(),
@@ -106,7 +106,9 @@ def loss(
         logged["kl"] = kl_T
     if args.entropy_coef:  # skipped at 0: the entropy's backward pass reads all logits again
         loss_T = loss_T - args.entropy_coef * entropy_T
-    w_T = token_weights(args.reduction, *where, tokens, sequences, args.max_new_tokens)
+    w_T = token_weights(
+        args.reduction, mask_T, sequence_ids_T, tokens, sequences, args.max_new_tokens
+    )
     return loss_T * w_T, logged
 
 

@@ -96,13 +96,13 @@ LOSSES = {"clip": clip} | BY_TOKEN  # by --loss
 
 
 def loss(
-    logprobs_T: Tensor, old_logprobs_T: Tensor, entropy_T: Tensor, A_T: Tensor,
+    logprobs_T: Tensor, old_logprobs_T: Tensor, entropy_T: Tensor, advantages_T: Tensor,
     importance_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor, args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return each token's share of the policy loss and per-token tensors to log. The loss is a mean
     over the `tokens` of the *global* minibatch."""
-    bounds = args.clip_low, args.clip_high
-    x = PolicyInputs(logprobs_T, old_logprobs_T, A_T, mask_T, sequence_ids_T, *bounds)
+    low, high = args.clip_low, args.clip_high
+    x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_ids_T, low, high)
     loss_T, ratio_T, stopped_T = LOSSES[args.loss](x)
     loss_T = loss_T * importance_T
     if args.entropy_coef:  # not times 0: the backward pass of the entropy reads all logits again

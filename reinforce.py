@@ -148,11 +148,11 @@ def loss(
     KL_t is there only with --kl_in loss. w_t = 1 / `tokens`, the trained tokens of the *global*
     minibatch, or 1 / `sequences` with --reduction sequence_sum. `mask_T`: trained tokens;
     `sequence_ids_T`: the completion of each token."""
-    where = mask_T, sequence_ids_T
-    bounds = args.clip_low, args.clip_high
-    x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, *where, *bounds)
+    low, high = args.clip_low, args.clip_high
+    x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_ids_T, low, high)
     policy_T, ratio_T, stopped_T = LOSSES[args.loss](x)
-    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, *where, args.correction_form())
+    correction = args.correction_form()
+    c_T = importance_weights(old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, correction)
     loss_T = policy_T * c_T
     logged = {
         "ratio": ratio_T.detach(),

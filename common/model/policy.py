@@ -92,8 +92,9 @@ class Policy(PackedModel):
     def forward(self, mb: PackedBatch, temperature: float = 1.0) -> TokenStats:
         """Return log-probs and further statistics of the targets."""
         tokens = mb.model_tokens
-        about = tokens.targets_T, temperature, self.compiled, tokens.support_T
-        stats = token_logprobs(self._logits(mb), *about)
+        stats = token_logprobs(
+            self._logits(mb), tokens.targets_T, temperature, self.compiled, tokens.support_T
+        )
         return self._output(mb, TokenStats(*mb.expand(stats)))
 
     def _logits(self, mb: PackedBatch) -> Logits:
