@@ -185,12 +185,11 @@ def _conflict(folder: Path, args: BaseArgs, replaces: Sequence[str]) -> str | No
     others = sorted(earlier.keys() - flags.keys())
     if others:
         names = ", ".join(f"--{name}" for name in others[:3])
-        which = f"of another script or version, which has {names}"
+        problem = f"the folder has a run of another script or version, which has {names}"
     else:
-        which = f"with other flags ({changes})"
+        problem = f"the folder has a run with other flags ({changes})"
     advice = "name another --output_dir, or use --resume never to move that run aside"
-    problem = f"{label}: the folder has a run {which}; {advice}"
-    return problem if changes else None
+    return f"{label}: {problem}; {advice}" if changes else None
 
 
 def _inputs(args: BaseArgs) -> Iterator[tuple[str, Path]]:

@@ -181,7 +181,7 @@ def test_command_of_the_page_makes_a_float32_copy(tmp_path, device, monkeypatch,
 def begin(folder, kind: type[TrainArgs] = TrainArgs, **flags) -> None:
     """Prepare a folder up to its first checkpoint."""
     args = kind(output_dir=str(folder), **flags)
-    prepare_output_dir(args)
+    prepare_output_dir(args, args.dry_run)
     if args.dry_run:
         return
     begin_run(args)
