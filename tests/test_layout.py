@@ -284,6 +284,19 @@ def test_tools_and_benches_are_programs_and_no_libraries():
     assert wrong == {}
 
 
+def test_no_loop_hides_a_condition_behind_its_iterable():
+    """`for x in xs if c else ()` is an `if` that a reader overlooks."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for folder in ("common", "extras")
+        for path in ROOT.glob(f"{folder}/**/*.py")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.For) and isinstance(node.iter, ast.IfExp)
+        and isinstance(node.iter.orelse, ast.Tuple | ast.List) and not node.iter.orelse.elts
+    ]  # fmt: skip
+    assert found == []
+
+
 def test_objectives_take_tensors_and_numbers():
     wrong = set()
     for path in ROOT.glob("common/objectives/*.py"):

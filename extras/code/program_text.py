@@ -116,7 +116,8 @@ def names_in(code: str) -> dict[str, set[str]]:
     """Return the names in a program by their use; none if it cannot be parsed."""
     names: dict[str, set[str]] = defaultdict(set)
     tree, _ = parsed(code)
-    for node in ast.walk(tree) if tree else ():
+    nodes = ast.walk(tree) if tree else ()
+    for node in nodes:
         match node:
             case ast.Name(id=name):
                 names["read" if isinstance(node.ctx, ast.Load) else "defined"].add(name)

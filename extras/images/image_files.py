@@ -69,10 +69,11 @@ def take_images(row: dict, messages: list[dict]) -> list[dict]:
         problem = f"{places} places for images, the row has {len(given)} images"
         raise ValueError(f"{label}: {problem}; give as many")
     folder = row.get("_folder")
-    for file, part in zip(given, parts, strict=True) if is_taken and parts else ():
-        if part is not None and _file(f"{label}: an image", part, folder) != file:
-            problem = "chosen and rejected show different images; give both the same"
-            raise ValueError(f"{label}: {problem}")
+    if is_taken and parts:
+        for file, part in zip(given, parts, strict=True):
+            if part is not None and _file(f"{label}: an image", part, folder) != file:
+                problem = "chosen and rejected show different images; give both the same"
+                raise ValueError(f"{label}: {problem}")
     if not is_taken and (parts or given):
         rest = iter(given)
         images = [next(rest) if part is None else part for part in parts] or given

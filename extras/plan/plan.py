@@ -77,8 +77,9 @@ def dry_run(
     if not problem:
         lines += describe_time(launch, name, num_steps(args, data))
     if distributed.is_main():
-        for sample in groups[0] if rewards is None else ():  # the first prompt is already shown
-            preview(sample, tokenizer, Console())
+        if rewards is None:  # else the first prompt is already shown
+            for sample in groups[0]:
+                preview(sample, tokenizer, Console())
         lines.append("dry run: no weights were loaded, nothing was written")
         distributed.say("\n".join(lines))
     if problem:
@@ -150,7 +151,8 @@ def build(
         for name in frozen
         if name != path or not args.lora_rank
     ]
-    for spec in args.reward_models if isinstance(args, OnlineArgs) else ():
+    reward_models = args.reward_models if isinstance(args, OnlineArgs) else ()
+    for spec in reward_models:
         form, _, name = spec.partition(":")
         load = load_scalar_model if form == "model" else load_policy
         folder = resolve_model(name, "--reward", weights=False)

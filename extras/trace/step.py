@@ -206,8 +206,9 @@ def computed(about: dict, groups: list[dict], hf: Path | None) -> Iterator[Numbe
         policy = load_policy(str(hf), script.Args(dtype=args.dtype), distributed.setup(0)[0])
     for update, mbs in micro_batches(about["packs"], completions).items():
         yield from of_tokens(mbs, policy if update == 0 else None, args, script)
-    for name, now in gradient_of(policy).items() if policy is not None else ():
-        yield "gradient", name, about["gradient"][name], now
+    if policy is not None:
+        for name, now in gradient_of(policy).items():
+            yield "gradient", name, about["gradient"][name], now
 
 
 def samples_of(group: dict, row: dict) -> Group:

@@ -211,7 +211,9 @@ def restrict_calls() -> None:
 
     for name, alternatives in (dict.fromkeys(ALLOWED.split(), [[]]) | SOME).items():
         number = seccomp.seccomp_syscall_resolve_name(name.encode())
-        for conditions in alternatives if number >= 0 else ():
+        if number < 0:
+            continue
+        for conditions in alternatives:
             words = [(arg, MASKED_EQUAL, mask, value) for arg, mask, value in conditions]
             array = b"".join(struct.pack("IIQQ", *word) for word in words)
             call("seccomp_rule_add_array", ALLOW, number, len(words), array)
