@@ -34,9 +34,6 @@ class PackedModel(nn.Module):
     """Transformer that takes a PackedBatch. `hf` is the Hugging Face model with its own names;
     its language model reads the packs. `flops` counts operations of forwards and backwards."""
 
-    device: torch.device  # `shard` sets these three
-    compute_dtype: torch.dtype
-    compiled: bool
     image_args: ImageArgs = NO_IMAGES
     share_prefix = 0  # `--share_prefix` for packs of this model
     needs_whole_sequences = False
@@ -54,6 +51,10 @@ class PackedModel(nn.Module):
         self.matrix_weights = matrix_weights(hf)
         self.register_buffer("loss_scale", None)  # float16 sets it (common/train/optim.py)
         self.flops = 0.0
+        # `shard` sets these three.
+        self.device: torch.device
+        self.compute_dtype: torch.dtype
+        self.compiled: bool
 
     def hidden_states(self, mb: PackedBatch) -> Tensor:
         """Return the last hidden states [t, D]."""
