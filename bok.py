@@ -16,8 +16,7 @@ such rounds. See docs/bok.md, also for one round with eval.py and sft.py. The lo
 of the engine, so the sampled distribution may be truncated (--top_p, --top_k, --min_p).
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, T packed tokens of a
-micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the prediction of
-targets_T[t]."""
+micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] is about targets_T[t]."""
 
 import math
 from itertools import chain, compress

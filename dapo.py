@@ -17,8 +17,8 @@ pi_engine(y_t) correct for the difference between engine and trainer, and a step
 groups if ten draws do not give enough.
 
 Shapes: P prompts on this rank, B of all draws and ranks of a step, G completions per prompt, T
-packed tokens of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes
-the prediction of targets_T[t]."""
+packed tokens of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] is about
+targets_T[t]."""
 
 import math
 from itertools import chain

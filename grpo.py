@@ -55,6 +55,8 @@ from common.train.run_folder import begin_run, prepare_output_dir
 PPO_CLIP = dict(loss="clip", clip_low=0.2, clip_high=0.2)  # bounds of most presets
 # defaults of --clip_low and --clip_high, from the papers
 CLIP_BOUNDS = dict(clip=(0.2, 0.28), gspo=(3e-4, 4e-4), gmpo=(0.4, 0.4))
+GSPO = dict(loss="gspo", clip_low=CLIP_BOUNDS["gspo"][0], clip_high=CLIP_BOUNDS["gspo"][1])
+GMPO = dict(loss="gmpo", clip_low=CLIP_BOUNDS["gmpo"][0], clip_high=CLIP_BOUNDS["gmpo"][1])
 
 # ---- the objective ----
 
@@ -104,7 +106,7 @@ def loss(
         kl_T = kl_estimate(logprobs_T, ref_logprobs_T, args.kl_estimator)
         loss_T = loss_T + args.beta * kl_T
         logged["kl"] = kl_T
-    if args.entropy_coef:  # skipped at 0: the entropy's backward pass reads all logits again
+    if args.entropy_coef:  # skipped at 0: its backward pass reads all logits again
         loss_T = loss_T - args.entropy_coef * entropy_T
     w_T = token_weights(
         args.reduction, mask_T, sequence_ids_T, tokens, sequences, args.max_new_tokens
@@ -123,12 +125,9 @@ class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, TruncationArgs,
         "cispo": dict(loss="cispo", reduction="token", advantage="group"),
         "sapo": dict(loss="sapo", reduction="sequence", advantage="group"),
         "liteppo": PPO_CLIP | dict(reduction="token", advantage="group_mean_batch_std"),
-        "gspo": dict(loss="gspo", reduction="sequence", advantage="group",
-                     clip_low=3e-4, clip_high=4e-4),
-        "luspo": dict(loss="gspo", reduction="sequence_sum", advantage="group",
-                      clip_low=3e-4, clip_high=4e-4),
-        "gmpo": dict(loss="gmpo", reduction="sequence", advantage="group",
-                     clip_low=0.4, clip_high=0.4),
+        "gspo": GSPO | dict(reduction="sequence", advantage="group"),
+        "luspo": GSPO | dict(reduction="sequence_sum", advantage="group"),
+        "gmpo": GMPO | dict(reduction="sequence", advantage="group"),
         "topr": dict(loss="topr", reduction="sequence_sum", advantage="group_mean"),
     }  # fmt: skip
     samples_per_prompt: AtLeast2 = 8

@@ -19,7 +19,7 @@ objective of dpo.py (common/objectives/preference.py).
 
 Shapes: P prompts on this rank, G completions per prompt; N pairs (2N sequences) and T packed tokens
 of a micro-batch, in which sequences 2i and 2i + 1 are chosen and rejected of pair i. Per-token
-tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t]."""
+tensors are aligned with the *targets*: x_T[t] is about targets_T[t]."""
 
 import math
 from itertools import chain

@@ -19,8 +19,8 @@ each, advantages are whitened over the rollout and not over a minibatch, and imp
 c_t = min(pi_old(y_t) / pi_engine(y_t), 2) correct for the engine, which samples.
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, N completions and T packed
-tokens of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the
-prediction of targets_T[t]; values_T[t] is V of the tokens before it."""
+tokens of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] is about
+targets_T[t]; values_T[t] is V of the tokens before it."""
 
 from itertools import chain
 
@@ -105,7 +105,7 @@ def loss(
     x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_ids_T, low, high)
     loss_T, ratio_T, stopped_T = LOSSES[args.loss](x)
     loss_T = loss_T * importance_T
-    if args.entropy_coef:  # not times 0: the backward pass of the entropy reads all logits again
+    if args.entropy_coef:  # skipped at 0: its backward pass reads all logits again
         loss_T = loss_T - args.entropy_coef * entropy_T
     logged = {
         "ratio": ratio_T.detach(),
@@ -277,8 +277,8 @@ def main(args: Args) -> None:
         with meter.time("reward"):
             rewards_PG, named_rewards, _ = rewards.wait(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
-        scores_PG = rewards_PG + truncation_penalties(groups, args.missing_eos_penalty)
-        scores_BG = distributed.gather_rows(scores_PG, positions).to(device)
+        penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
+        scores_BG = distributed.gather_rows(rewards_PG + penalties_PG, positions).to(device)
         if args.has_turns:
             for sample in chain(*(sample.sequences for sample in chain(*groups))):
                 sample.streams["turn_rewards"] = sample.rewards_before_last_turn()

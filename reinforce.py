@@ -9,7 +9,7 @@ of the batch. At a token, the KL counts from this token on:
     R_t   = score_i - beta sum_{j >= t} KL_j                                            kl_to_come()
     A_t   = (R_t - mean(R)) / std(R)       over all trained tokens of the step     with_advantages()
     L     = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]     loss()
-    rho_t = pi(y_t) / pi_old(y_t)                        pi_old: the policy before the updates
+    rho_t = pi(y_t) / pi_old(y_t)                         pi_old: the policy before the updates
 
 Its variant with a baseline subtracts the mean of the group first and puts the KL into the loss.
 `--preset` has both and plain REINFORCE, -A log pi(y_t), as published.
@@ -17,7 +17,7 @@ Its variant with a baseline subtracts the mean of the group first and puts the K
 Difference from the papers: weights c_t = pi_old(y_t) / pi_engine(y_t) (docs/losses.md).
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, T packed tokens of a
-micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes targets_T[t]."""
+micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] is about targets_T[t]."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -163,7 +163,7 @@ def loss(
         kl_T = kl_estimate(logprobs_T, ref_logprobs_T, args.kl_estimator)
         loss_T = loss_T + args.beta * kl_T
         logged["kl"] = kl_T
-    if args.entropy_coef:  # skipped at 0: the backward pass of the entropy reads all logits again
+    if args.entropy_coef:  # skipped at 0: its backward pass reads all logits again
         loss_T = loss_T - args.entropy_coef * entropy_T
     w_T = mask_T / (tokens if args.reduction == "token" else sequences)
     return loss_T * w_T, logged
@@ -205,10 +205,9 @@ class Args(PolicyLossArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs
             raise ValueError(f"{problem}; set --samples_per_prompt above 1")
 
     def cautions(self) -> Iterator[str]:
-        """Yield lines about flags whose effect may surprise."""
+        """Yield warnings about flags with unexpected effects."""
         if self.beta and self.kl_in == "loss" and self.kl_estimator == "k1":
-            problem = "the expected gradient of this KL term is zero"
-            yield f"--kl_estimator k1: {problem}; it does not constrain the policy"
+            yield "--kl_estimator k1: the expected gradient is zero and constrains nothing"
         if self.loss == "reinforce" and self.updates_per_rollout > 1:
             yield "--loss reinforce: the gradient is biased after the first update of a rollout"
 
@@ -260,7 +259,6 @@ def main(args: Args) -> None:
         with meter.time("reward"):
             rewards_PG, named_rewards, _ = rewards.wait(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
-        scores_PG = rewards_PG + truncation_penalties(groups, args.missing_eos_penalty)
         trained = without_unscored(groups, rewards_PG)
         minibatches = pack_minibatches(
             trained, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix
@@ -275,7 +273,8 @@ def main(args: Args) -> None:
             require_agreement(minibatches, step, args, device)
 
         # ---- 3. scores and advantages, with statistics over all ranks ----
-        scores_BG = distributed.gather_rows(scores_PG, positions)
+        penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
+        scores_BG = distributed.gather_rows(rewards_PG + penalties_PG, positions)
         if measures_kl:
             for mb in chain(*minibatches):
                 meter.masked_mean("kl", sampled_kl(mb, args), mb.loss_mask_T)
@@ -293,8 +292,8 @@ def main(args: Args) -> None:
                         mb.old_logprobs_T = logprobs_T.detach()
                     share_T, logged = loss(
                         logprobs_T, mb.old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T,
-                        entropy_T, mb.advantages_T, mb.loss_mask_T, mb.sequence_ids_T, tokens,
-                        sequences, args,
+                        entropy_T, mb.advantages_T, mb.loss_mask_T, mb.sequence_ids_T,
+                        tokens, sequences, args,
                     )  # fmt: skip
                     # FSDP averages gradients over ranks; undo that.
                     (share_T.sum() * world_size).backward()

@@ -15,8 +15,8 @@ updates per rollout, and truncated importance weights c_i = pi_old(y_i) / pi_eng
 the difference between engine and trainer.
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, N completions and T packed
-tokens of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the
-prediction of targets_T[t]."""
+tokens of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] is about
+targets_T[t]."""
 
 from itertools import chain
 from typing import ClassVar
@@ -63,22 +63,22 @@ def advantages(rewards_BG: Tensor) -> Tensor:
 def loss(
     logprobs_N: Tensor,
     old_logprobs_N: Tensor,
-    weights_N: Tensor,
+    c_N: Tensor,
     advantages_N: Tensor,
-    num_completions: Tensor,
+    sequences: Tensor,
     args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return each completion's share of the objective L, to be minimised, and further numbers of
-    each to log. Log-probs are sums over a completion. `weights_N`: c_i; `num_completions`: of the
-    *global* minibatch."""
+    each to log. Log-probs are sums over a completion. `c_N`: c_i; `sequences`: number
+    of completions of the *global* minibatch."""
     log_rho_N = logprobs_N - old_logprobs_N
     A_N = advantages_N
     rho_N = bounded_exp(log_rho_N)
     clipped_N = rho_N.clamp(1 - args.clip_low, 1 + args.clip_high)
-    loss_N = -torch.min(rho_N * A_N, clipped_N * A_N) * weights_N
+    loss_N = -torch.min(rho_N * A_N, clipped_N * A_N) * c_N
     is_clipped_N = is_clipped(log_rho_N.detach(), A_N, args.clip_low, args.clip_high)
     logged = {"loss": loss_N, "ratio": rho_N, "clip_ratio/region_mean": is_clipped_N}
-    return loss_N / num_completions, logged
+    return loss_N / sequences, logged
 
 
 @dataclass
@@ -176,19 +176,19 @@ def main(args: Args) -> None:
         with meter.time("train"):
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
-                _, num_completions = count_trained(minibatch)  # on all ranks
+                _, sequences = count_trained(minibatch)  # on all ranks
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
                     if mb.old_logprobs_T is None and minibatch is minibatches[0]:  # no update yet
                         mb.old_logprobs_T = logprobs_T.detach()
-                    weights_T = importance_weights(
+                    c_T = importance_weights(
                         mb.old_logprobs_T, mb.rollout_logprobs_T, mb.loss_mask_T,
                         mb.sequence_ids_T, args.correction_form(by_completion=True),
                     )  # fmt: skip
                     share_N, logged = loss(
                         mb.sequence_sums(logprobs_T), mb.sequence_sums(mb.old_logprobs_T),
-                        weights_T[mb.ends_N], mb.select(advantages_BG), num_completions, args,
+                        c_T[mb.ends_N], mb.select(advantages_BG), sequences, args,
                     )  # fmt: skip
                     # FSDP averages gradients over ranks; undo that.
                     (share_N.sum() * world_size).backward()
