@@ -101,9 +101,9 @@ def main(args: Args) -> None:
     prompts, held_out = load_prompts(args, tokenizer, longest_sequence(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device, args.dry_run)
     if args.dry_run:
-        frozen = [path] * needs_reference
+        frozen = [path] if needs_reference else []
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
-                       own_forwards=needs_reference,
+                       own_forwards=int(needs_reference),
                        trained_fraction=args.keep / args.samples_per_prompt)  # fmt: skip
     begin_run(args, prompts.rows, held_out.rows)
 

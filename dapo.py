@@ -213,7 +213,7 @@ def main(args: Args) -> None:
     prompts, held_out = load_prompts(args, tokenizer, longest_sequence(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device, args.dry_run)
     if args.dry_run:
-        frozen = [path] * args.log_kl
+        frozen = [path] if args.log_kl else []
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
                        own_forwards=1 - 1 / args.minibatches)  # fmt: skip
     begin_run(args, prompts.rows, held_out.rows)
@@ -240,8 +240,7 @@ def main(args: Args) -> None:
         drawn = draw_groups(sampler, rewards, step, total_steps, args, meter)
         if drawn is None:  # a stop was requested
             break
-        groups = drawn.groups
-        kept = drawn.kept
+        groups, kept = drawn.groups, drawn.kept
 
         # ---- 2. advantages; pack: kept completions move to the ranks that train on them ----
         advantages_BG = advantages(drawn.scores_BG)[kept].to(device)

@@ -267,8 +267,9 @@ def evaluate(
     owners = [teacher_of(sample.row, teachers, args.teacher_column) for sample in samples]
     for name, teacher in teachers.items():
         own = [sample for sample, owner in zip(samples, owners, strict=True) if owner == name]
-        packs = pack(distributed.items_of_rank(own), args.pack_tokens, device)
-        for mb in packs if own and not teacher.reads_text else []:
+        if teacher.reads_text or not own:
+            continue
+        for mb in pack(distributed.items_of_rank(own), args.pack_tokens, device):
             x = policy.distill(mb, teacher.teach(mb), compare_with, args.top_k, args.temperature)
             means = {"eval_loss": x.divergence_T, "eval/reverse_kl": x.reverse_kl_T}
             meter.tokens(mb, means | {"eval/agreement": x.agree_T})

@@ -204,9 +204,9 @@ def main(args: Args) -> None:
     prompts, held_out = load_prompts(args, tokenizer, longest_sequence(path, args), image_args=args)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device, args.dry_run)
     if args.dry_run:
-        frozen = [path] * needs_reference
+        frozen = [path] if needs_reference else []
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, image_args=args,
-                       own_forwards=needs_old * (1 - 1 / args.minibatches))  # fmt: skip
+                       own_forwards=1 - 1 / args.minibatches if needs_old else 0)  # fmt: skip
     begin_run(args, prompts.rows, held_out.rows)
 
     # ---- models: FSDP2 shards ----

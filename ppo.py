@@ -239,7 +239,7 @@ def main(args: Args) -> None:
     prompts, held_out = load_prompts(args, tokenizer, limit)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device, args.dry_run)
     if args.dry_run:
-        frozen = [path] * needs_reference
+        frozen = [path] if needs_reference else []
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
                        value_path=value_path,
                        own_forwards=2)  # fmt: skip  # old log-probs and values

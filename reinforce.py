@@ -227,7 +227,7 @@ def main(args: Args) -> None:
     prompts, held_out = load_prompts(args, tokenizer, longest_sequence(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device, args.dry_run)
     if args.dry_run:
-        frozen = [path] * needs_reference
+        frozen = [path] if needs_reference else []
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
                        own_forwards=1 if measures_kl else 1 - 1 / args.minibatches)  # fmt: skip
     begin_run(args, prompts.rows, held_out.rows)

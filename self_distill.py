@@ -127,7 +127,7 @@ def hints_of(group: Group, rewards_G: list[float], hint: str) -> list[str]:
         return [sample.feedback for sample in group]
     if hint != "sibling":
         return [hint_of_row(group[0].row, hint)] * len(group)
-    texts = [s.text * (r >= SOLVED) for s, r in zip(group, rewards_G, strict=True)]
+    texts = [s.text if r >= SOLVED else "" for s, r in zip(group, rewards_G, strict=True)]
     others = [texts[g + 1 :] + texts[:g] for g in range(len(group))]
     return [next(filter(None, each), "") for each in others]
 
@@ -185,7 +185,7 @@ def main(args: Args) -> None:
     is_own, is_moving = args.teacher == "live", args.teacher == "ema"
     if args.dry_run:
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, [] if is_own else [path],
-                       kind=OwnTeacher, moving=is_moving, own_forwards=is_own)  # fmt: skip
+                       kind=OwnTeacher, moving=is_moving, own_forwards=int(is_own))  # fmt: skip
     begin_run(args, prompts.rows, held_out.rows)
 
     # ---- models: FSDP2 shards ----
