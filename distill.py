@@ -346,7 +346,7 @@ def main(args: Args) -> None:
                 rewards_PG, named_rewards, _ = rewards.wait(groups, meter)
             measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
         drawn = order.draw(num_from_data * args.samples_per_prompt)
-        from_data = [[samples[i]] for i in drawn[distributed.rank() :: world_size]]
+        from_data = [[samples[i]] for i in distributed.items_of_rank(drawn)]
 
         # ---- 2. pack, each teacher and each kind apart: completions move between ranks ----
         sampled = written = {name: [[]] * args.minibatches for name in teachers}

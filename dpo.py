@@ -173,7 +173,7 @@ def evaluate(
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
-    device, rank, world_size = distributed.setup(args.seed)
+    device, _, world_size = distributed.setup(args.seed)
     earlier_flags = prepare_output_dir(args, args.dry_run)  # {} unless a run is resumed
 
     # ---- data: pairs of token ids with masks, and their order ----
@@ -214,7 +214,7 @@ def main(args: Args) -> None:
     for step in run.steps():  # saves checkpoints between steps
         # ---- 1. batch: a share of rows that do not depend on the ranks; packing moves pairs ----
         drawn = order.draw(args.batch_size)
-        batch = [pairs[i] for i in drawn[rank::world_size]]
+        batch = [pairs[i] for i in distributed.items_of_rank(drawn)]
         micro_batches = pack_groups(batch, args.pack_tokens, device, policy.share_prefix)
         ref_logps_B2 = ref_logps_R2[drawn].to(device)
 

@@ -35,7 +35,7 @@ def json_line(row: dict) -> str:
 
 
 def main(args: Args) -> None:
-    device, rank, world_size = distributed.setup(args.seed)
+    device, _, world_size = distributed.setup(args.seed)
     file = Path(args.output_dir, "relabelled.jsonl")
     if file.exists():
         raise ValueError(f"--output_dir {args.output_dir}: it has a {file.name}; name another one")
@@ -59,7 +59,7 @@ def main(args: Args) -> None:
         problem = "its rows cannot be written as JSON"
         raise ValueError(f"{args.dataset_flag}: {problem}: {error}") from error
     model = load_scalar_model(path, args, device, trainable=False)
-    share = [[sample.ids for sample in pair] for pair in pairs[rank::world_size]]
+    share = [[sample.ids for sample in pair] for pair in distributed.items_of_rank(pairs)]
     scores = score(model, share, args.pack_tokens)
     scores_of_ranks = distributed.gather_objects(list(zip(scores[::2], scores[1::2], strict=True)))
     if distributed.is_main():
