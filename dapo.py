@@ -285,7 +285,7 @@ def main(args: Args) -> None:
                     measure_mismatch(meter, mb.old_logprobs_T, mb)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 meter.mean("grad_norm", grad_norm)
-                meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks
+                meter.sum_over_ranks("loss", total_loss)
 
         # ---- 4. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*kept_groups), lr=lr)

@@ -223,7 +223,7 @@ def add_value_gradient(
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
-    device, _, world_size = distributed.setup(args.seed, args.live_rollout_ranks)
+    device, *_ = distributed.setup(args.seed, args.live_rollout_ranks)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until training ends
     prepare_output_dir(args, args.dry_run)
@@ -311,13 +311,13 @@ def main(args: Args) -> None:
                 if trains_policy:
                     grad_norm = optimizer_step(policy, optimizer, lr, norm, total_loss)
                     meter.mean("grad_norm", grad_norm)
-                    meter.mean("loss", total_loss, 1 / world_size)  # a sum over ranks
+                    meter.sum_over_ranks("loss", total_loss)
                 value_lr = lr * args.value_lr / args.lr
                 value_grad_norm = optimizer_step(
                     value_model, value_optimizer, value_lr, norm, values_loss
                 )
                 meter.mean("value_grad_norm", value_grad_norm)
-                meter.mean("value_loss", values_loss, 1 / world_size)
+                meter.sum_over_ranks("value_loss", values_loss)
 
         # ---- 5. metrics, with the tokens of the samples; log and evaluate ----
         explained = explained_variance(minibatches)

@@ -256,7 +256,7 @@ def main(args: Args) -> None:
                 if is_moving:
                     move_towards(teacher, policy, rate=0.05)
                 meter.mean("grad_norm", grad_norm)
-                meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks
+                meter.sum_over_ranks("loss", total_loss)
 
         # ---- 4. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*groups), lr=lr)

@@ -28,6 +28,10 @@ class Meter:
         """Add to a mean: sum of `total` / sum of `weight`."""
         self.entries[name, "mean"].append((total, weight))
 
+    def sum_over_ranks(self, name: str, share: Tensor) -> None:
+        """Add to the mean of a number, such as a loss, to which each rank adds its `share`."""
+        self.mean(name, share, 1 / distributed.world_size())
+
     def total(self, name: str) -> tuple[float, float]:
         """Return the sum and the weight that this rank has added to a mean since the last
         `reduce`."""
