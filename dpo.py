@@ -163,7 +163,7 @@ def evaluate(
     policy: Policy, pairs: Samples, indices: list[int], ref_logps_B2: Tensor, args: Args,
     device: torch.device,
 ) -> Meter:  # fmt: skip
-    """Measure this rank's share of the held-out pairs with these indices."""
+    """Measure this rank's part of the held-out pairs with these indices."""
     meter = Meter()
     own = [pairs[i] for i in distributed.items_of_rank(indices)]
     for mb in pack_groups(own, args.pack_tokens, device, policy.share_prefix):

@@ -261,7 +261,8 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
     columns = prompt_columns(args, rows, also_read=["domain"])
     say_not_named(args, rows, columns, also_read=["domain"], shot_args=args)
     encoder = Encoder(tokenizer, args, image_args=args)
-    prompts = encode_prompts(rows, columns, encoder, longest_sequence(path, args), args, args)
+    limit = longest_sequence(path, args)
+    prompts = encode_prompts(rows, columns, encoder, limit, args, shot_args=args)
     show_first(prompts, tokenizer)
     rewards = Rewards(args, prompts.rows, tokenizer, device)
     files = {}

@@ -12,7 +12,7 @@ The policy samples G completions of every prompt. Each is compared with the othe
 `--loss` (common/objectives/policy.py), `--reduction` and `--advantage` (advantages.py beside it)
 select a variant, `--preset` that of a paper: GSPO, Dr. GRPO, CISPO, ... Differences from the paper,
 without a preset: mean over all tokens and clip bounds of DAPO (arXiv:2503.14476); no KL term;
-weights c_t = pi_old / pi_engine.
+weights c_t = pi_old / pi_engine. The same in 120 lines: course/lessons/nano_grpo.py.
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, T packed tokens of a
 micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] is about targets_T[t]."""

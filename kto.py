@@ -251,7 +251,7 @@ def evaluate(
     policy: Policy, groups: Samples, indices: list[int], ref_logps_B2: Tensor, args: Args,
     device: torch.device,
 ) -> Meter:  # fmt: skip
-    """Measure this rank's share of the held-out completions with these indices."""
+    """Measure this rank's part of the held-out completions with these indices."""
     meter = Meter()
     own = [groups[i] for i in distributed.items_of_rank(indices)]
     ref_logps_B2 = ref_logps_B2[indices].to(device)

@@ -14,9 +14,9 @@ of future rewards:
             v'_t = clip(v_t, V_t - 0.2, V_t + 0.2)
     rho_t = pi(y_t) / pi_old(y_t)                        pi_old, V: the models before the updates
 
-Differences from the papers: value and policy are separate models with an optimizer
-each, advantages are whitened over the rollout and not over a minibatch, and importance weights
-c_t = min(pi_old(y_t) / pi_engine(y_t), 2) correct for the engine, which samples.
+Differences from the papers: value and policy are separate models with an optimizer each, advantages
+are whitened over the rollout and not over a minibatch, and weights c_t = min(pi_old(y_t) /
+pi_engine(y_t), 2) correct for the engine. The same in 175 lines: course/lessons/nano_ppo.py.
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, N completions and T packed
 tokens of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] is about
@@ -304,14 +304,13 @@ def main(args: Args) -> None:
             trains_policy = step >= args.value_warmup_steps
             for minibatch in minibatches * args.epochs_per_rollout:
                 tokens, _ = count_trained(minibatch)  # on all ranks
-                if trains_policy:
-                    total_loss = add_policy_gradient(policy, minibatch, tokens, args, meter)
-                values_loss = add_value_gradient(value_model, minibatch, tokens)
                 norm = args.max_grad_norm
                 if trains_policy:
+                    total_loss = add_policy_gradient(policy, minibatch, tokens, args, meter)
                     grad_norm = optimizer_step(policy, optimizer, lr, norm, total_loss)
                     meter.mean("grad_norm", grad_norm)
                     meter.sum_over_ranks("loss", total_loss)
+                values_loss = add_value_gradient(value_model, minibatch, tokens)
                 value_lr = lr * args.value_lr / args.lr
                 value_grad_norm = optimizer_step(
                     value_model, value_optimizer, value_lr, norm, values_loss

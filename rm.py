@@ -163,7 +163,7 @@ def forward(
 def evaluate(
     model: ScalarModel, pairs: Samples, indices: list[int], args: Args, device: torch.device
 ) -> Meter:
-    """Measure this rank's share of the held-out pairs with these indices."""
+    """Measure this rank's part of the held-out pairs with these indices."""
     meter = Meter()
     own = [pairs[i] for i in distributed.items_of_rank(indices)]
     margins_B2 = gather_margins(own).to(device)

@@ -91,7 +91,7 @@ def encode_row(row: dict, columns: tuple[str, ...], encoder: Encoder, args: Args
 def evaluate(
     policy: Policy, samples: Samples, indices: list[int], args: Args, device: torch.device
 ) -> Meter:
-    """Measure this rank's share of the held-out rows with these indices: nll in nats per token,
+    """Measure this rank's part of the held-out rows with these indices: nll in nats per token,
     entropy, accuracy of the targets."""
     meter = Meter()
     own = [samples[i] for i in distributed.items_of_rank(indices)]
@@ -139,7 +139,7 @@ def main(args: Args) -> None:
         run.log(0, generation.evaluate(0))
 
     for step in run.steps():  # saves checkpoints between steps
-        # ---- 1. batch: this rank's share of the rows; packing then evens out the ranks' work ----
+        # ---- 1. batch: this rank's part of the rows; packing then evens out the ranks' work ----
         batch = [samples[i] for i in distributed.items_of_rank(order.draw(args.batch_size))]
         micro_batches = pack_groups(
             batch, args.pack_tokens, device, policy.share_prefix, together=False

@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from common.objectives.policy import PolicyInputs
+
 logprob = st.floats(-8, -1e-3)
 advantage = st.floats(-5, 5) | st.sampled_from([0.0, 1.0, -1.0])
 # new, old, advantage
@@ -49,3 +51,26 @@ def naive_whiten(values):
         return [0.0] * len(values)
     mean, std = statistics.fmean(values), statistics.stdev(values)
     return [(x - mean) / (std + 1e-6) for x in values]
+
+
+def tokens(new, old, A, low=0.2, high=0.28, mask=None, ids=None) -> PolicyInputs:
+    """Return tokens: trained ones, each a completion of its own, unless `mask` and `ids` differ."""
+    mask = torch.ones(len(new)).bool() if mask is None else mask
+    ids = torch.arange(len(new)) if ids is None else ids
+    return PolicyInputs(new, old, A, mask, ids, low, high)
+
+
+def disturbed(model):
+    """Perturb a policy: the reference must differ."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.02)
+    return model
+
+
+def naive_logps(hf, sample):
+    """Compute the log-prob of a completion by plain transformers, one sequence at a time."""
+    ids = torch.tensor([sample.ids])
+    logp_TV = hf(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
+    picked = logp_TV.gather(-1, ids[0, 1:, None])[:, 0]
+    return picked[torch.tensor([*sample.loss_mask[1:]], dtype=torch.bool)].sum().item()

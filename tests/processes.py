@@ -160,6 +160,19 @@ def run_and_kill(
         assert started.processes[0].exitcode == -signal.SIGKILL, started.end()
 
 
+def the_error(stderr: str) -> str:
+    """Return the project's error line; torchrun's summary comes after it."""
+    ours = stderr.split("torch/distributed/elastic")[0]
+    assert "Traceback" not in ours, ours
+    (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    return line.removeprefix("error: ")
+
+
+def one_error(ranks: int, script: str, *flags) -> str:
+    """Return the message of a run that must fail. Ranks that wait for a failed rank would hang."""
+    return the_error(run(ranks, script, *flags, code=1 if ranks > 1 else 2).stderr)
+
+
 class Ranks:
     """Ranks of a script, or of the text of one, without the start-up of torchrun. Each calls
     `prepare` first. As a context manager, it terminates all of them on exit."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers import write_rows
-from processes import run
+from processes import one_error, the_error
 
 import distill
 import dpo
@@ -28,15 +28,6 @@ from common.text.encode import Encoder
 from common.text.load import encode_all
 from common.text.rows import load_rows
 from common.text.tokenizer import load_tokenizer
-
-
-def the_error(stderr: str) -> str:
-    """Return the project's error line; torchrun's summary comes after it."""
-    ours = stderr.split("torch/distributed/elastic")[0]
-    assert "Traceback" not in ours, ours
-    (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
-    return line.removeprefix("error: ")
-
 
 # ---- rules of one script; tests/config has those of shared flags, and flags without effect ----
 
@@ -243,11 +234,6 @@ def test_bad_margins_are_refused(margin, tokenizer):
 # ---- whole runs ----
 
 FLAGS = ["--batch_size", 4, "--eval_every", 0]
-
-
-def one_error(ranks: int, script: str, *flags) -> str:
-    """Return the message of a run that must fail. Ranks that wait for a failed rank would hang."""
-    return the_error(run(ranks, script, *flags, code=1 if ranks > 1 else 2).stderr)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from naive import naive_logps
 
 import dpo
 import online_dpo
@@ -37,22 +38,6 @@ def objective_of(model, groups, args, device, ref_logps_B2=None):
         ref_logps_B2 = torch.zeros(len(groups), 2)
     losses = [dpo.forward(model, mb, ref_logps_B2, args, meter) for mb in micro_batches]
     return sum(losses), meter.reduce()
-
-
-def disturbed(model):
-    """Perturb a policy: the reference must differ."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.02)
-    return model
-
-
-def naive_logps(hf, sample):
-    """Compute the log-prob of a completion by plain transformers, one sequence at a time."""
-    ids = torch.tensor([sample.ids])
-    logp_TV = hf(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
-    picked = logp_TV.gather(-1, ids[0, 1:, None])[:, 0]
-    return picked[torch.tensor([*sample.loss_mask[1:]], dtype=torch.bool)].sum().item()
 
 
 def test_logprobs_equal_those_of_plain_transformers(pairs, device):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from naive import check, double, rows
+from naive import check, double, rows, tokens
 
 import dapo
 import distill
@@ -25,13 +25,6 @@ LONGEST = 16  # --max_new_tokens
 
 def flags(**changed) -> grpo.Args:
     return grpo.Args(**dict(correction="none", max_new_tokens=LONGEST) | changed)
-
-
-def tokens(new, old, A, low=0.2, high=0.28, mask=None, ids=None) -> PolicyInputs:
-    """Return tokens: trained ones, each a completion of its own, unless `mask` and `ids` differ."""
-    mask = torch.ones(len(new)).bool() if mask is None else mask
-    ids = torch.arange(len(new)) if ids is None else ids
-    return PolicyInputs(new, old, A, mask, ids, low, high)
 
 
 # ---- losses by token ----

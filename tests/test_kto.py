@@ -9,7 +9,7 @@ import torch
 from helpers import metrics, read_rows, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from test_dpo import disturbed, naive_logps
+from naive import disturbed, naive_logps
 
 import kto
 from common.metrics.meter import Meter

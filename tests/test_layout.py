@@ -1,5 +1,5 @@
-"""The house: packages of common/ form layers without circles, extras/ enters at named seams, and
-sums bound the whole. Whoever adds must delete."""
+"""Rules of the layout: packages of common/ form layers without circles, extras/ enters at named
+seams, and sums bound the whole. Whoever adds must delete."""
 
 import ast
 import dataclasses

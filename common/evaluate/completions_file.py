@@ -4,7 +4,7 @@
     ...]}
 
 eval.py appends to it while it samples, and continues it after a kill. Files of other programs need
-only the texts. Every rank has all lines, and samples or scores its share of the prompts.
+only the texts. Every rank has all lines, and samples or scores its part of the prompts.
 
 Shapes: P prompts on this rank, S completions of each.
 """
@@ -120,7 +120,7 @@ def sample_completions(
 
 
 def make_lines(groups: list[Group], rewards: Rewards, greedy: bool) -> list[dict]:
-    """Return the lines of all prompts, with their rewards. `groups` is this rank's share;
+    """Return the lines of all prompts, with their rewards. `groups` is this rank's part;
     `greedy`: whether the first completion of each is greedy. Collective."""
     rewards_PS, parts, numbers = rewards.wait(groups, Meter())
     firsts_PS = rewards.first(parts)
@@ -170,7 +170,7 @@ def _of_all_ranks(values: list) -> list:
 
 
 def restored(lines: list[dict], prompts: Prompts) -> list[Group]:
-    """Return this rank's share of the completions in a file."""
+    """Return this rank's part of the completions in a file."""
     groups: list[Group] = []
     for i in distributed.items_of_rank(range(len(lines))):
         ids, row = prompts[i]

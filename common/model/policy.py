@@ -183,8 +183,9 @@ def build_on_meta(
         if model.images is None:  # the tower is only exported
             tower.to(base_dtype(path))
     recomputed = args.activation_checkpointing if trainable else False
-    # By default on CUDA, until `keep_activations_that_fit` (extras/plan) keeps what fits.
-    if device.type == "cuda" if recomputed is None else recomputed:
+    if recomputed is None:  # on CUDA, until `keep_activations_that_fit` (extras/plan) keeps some
+        recomputed = device.type == "cuda"
+    if recomputed:
         hf.get_decoder().gradient_checkpointing_enable(dict(use_reentrant=False))
     model.train()  # activation checkpointing needs it, and there is no dropout
     if args.context_ranks > 1:
@@ -242,7 +243,7 @@ def check_packs(model: PackedModel, args: BaseArgs) -> None:
     model.needs_whole_sequences = num_delta_nets(config.get_text_config()) > 0
     model.share_prefix = 0 if model.needs_whole_sequences else args.share_prefix
     if model.share_prefix != args.share_prefix:
-        distributed.say(f"{config.model_type} needs --share_prefix 0, which is taken")
+        distributed.say(f"{config.model_type} cannot share prefixes: --share_prefix 0 is used")
 
 
 def load_scalar_model(

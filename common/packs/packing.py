@@ -1,6 +1,6 @@
 """Samples -> packed micro-batches: several sequences in one stream of tokens, without padding.
 
-A rank reads or samples its share of a step. The sequences then travel to the ranks that train on
+A rank reads or samples its part of a step. The sequences then travel to the ranks that train on
 them, so that all ranks have the same work (placement.py). A number that a sample got before, such
 as its advantage, is found by its index, which counts the samples of all ranks:
 `mb.select(advantages_BG)`. Move such numbers to the device once, before the micro-batches.
@@ -44,7 +44,7 @@ class PackedBatch(ModelTokens):
 
     A rank without samples gets a padding token that is masked."""
 
-    is_last = True  # of its minibatch: hybrid sharding averages gradients over copies in it
+    is_last = True  # micro-batch of its minibatch: hybrid sharding then averages over copies
     compact: CompactTokens | None = None  # what the model runs on, if it is not these tokens
     shape_of_samples: tuple[int, ...] = ()  # [B, G], or flat if groups differ in size
     rollout_logprobs_T: Tensor | None = None  # float32, like all below
@@ -143,7 +143,7 @@ Minibatches = list[list[PackedBatch]]  # each is a list of micro-batches
 def pack(samples: list[Sample], pack_tokens: int, device: torch.device) -> list[PackedBatch]:
     """Pack the samples of all ranks into micro-batches and return this rank's. A micro-batch has at
     most `pack_tokens` targets, those of a context group as many for each of its ranks. `samples`
-    are this rank's share `[rank::ranks]` of a batch.
+    are this rank's part `[rank::ranks]` of a batch.
 
     Collective: every rank gets the same number of micro-batches, because forward and backward run
     FSDP collectives. A rank without samples in a micro-batch gets padding, whose loss is exactly
@@ -157,7 +157,7 @@ def pack_groups(
     together: bool = True,
 ) -> list[PackedBatch]:  # fmt: skip
     """Pack like `pack`. The samples of a group, such as chosen and rejected, are neighbours in one
-    micro-batch. `groups` are this rank's share `[rank::ranks]` of a batch. `share_prefix` and
+    micro-batch. `groups` are this rank's part `[rank::ranks]` of a batch. `share_prefix` and
     `together`: see `pack_minibatches`."""
     positions = positions_of_rank(len(groups))
     (packs,) = pack_minibatches(groups, positions, 1, pack_tokens, device, share_prefix, together)
@@ -209,7 +209,7 @@ def count_trained(minibatch: list[PackedBatch]) -> tuple[Tensor, Tensor]:
 
 
 def positions_of_rank(count: int) -> range:
-    """Return the positions in a batch of this rank's share `[rank::ranks]`, of `count` items."""
+    """Return the positions in a batch of this rank's part `[rank::ranks]`, of `count` items."""
     rank, ranks = distributed.rank(), distributed.world_size()
     return range(rank, rank + count * ranks, ranks)
 

@@ -310,7 +310,7 @@ def join_rows(tables: Sequence[Tensor]) -> Tensor:
 
 
 def items_of_rank(items: Sequence) -> Sequence:
-    """Return this rank's share of `items`: every `world_size()`-th."""
+    """Return this rank's part of `items`: every `world_size()`-th."""
     return items[rank() :: world_size()]
 
 

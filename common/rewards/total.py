@@ -241,7 +241,7 @@ def checked(result: Result) -> Result:
             beside = {key: x for key, x in others.items() if key == "feedback" or _is_number(x)}
         feedback = str(beside.pop("feedback", ""))
         if "mean" in beside:
-            raise ValueError("its number 'mean' is of a name that is taken")
+            raise ValueError("the name of its number 'mean' is reserved; rename it")
         numbers = {str(key): _number(x, f"its number {key!r} is") for key, x in beside.items()}
         value = None if plain_value(value) is None else _number(value, "returned")
         return result._replace(value=value, feedback=feedback, numbers=numbers)

@@ -2,7 +2,7 @@
 2024, arXiv:2410.18252).
 
 Rank 0 sends the prompts of a step and of up to `--max_staleness` further steps to the rollout
-ranks. A rollout rank samples its share of them and sends each complete group to the rank that will
+ranks. A rollout rank samples its part of them and sends each complete group to the rank that will
 train on it. A step waits for the groups that it needs.
 
 Before that, rank 0 broadcasts the present weights. Their version is the number of finished steps.

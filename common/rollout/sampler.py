@@ -93,7 +93,7 @@ class Sampler:
     def rollout(
         self, step: int, total_steps: int, meter: Meter, size: int | None = None
     ) -> Rollout | None:
-        """Return this rank's share of the completions for step `step` (from 0), or None if the run
+        """Return this rank's part of the completions for step `step` (from 0), or None if the run
         must stop; a resumed run then samples the prompts of this step again.
 
         `size`: number of prompts on all ranks, by default `--prompts_per_step`. Collective."""
@@ -126,7 +126,7 @@ class Sampler:
         return Rollout(groups, positions, data_rows)
 
     def complete_held_out(self, step: int, prompts: Prompts) -> list[Group]:
-        """Complete this rank's share of held-out `prompts`: every `ranks`-th one, from number
+        """Complete this rank's part of held-out `prompts`: every `ranks`-th one, from number
         `rank` on. Each gets `--eval_samples` completions, sampled at `--eval_temperature` from the
         weights after `step` steps. Collective."""
         args = self.args

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import samples_of, tiny_tokenizer
-from naive import double
-from test_grpo_objective import tokens, weights_of
+from naive import double, tokens
+from test_grpo_objective import weights_of
 
 import dpo
 import grpo

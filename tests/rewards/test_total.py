@@ -253,7 +253,7 @@ def test_metrics_of_a_reward_are_means_over_the_completions_that_have_them(tmp_p
     assert repr({name: number_PG.tolist() for name, number_PG in numbers.items()}) == repr(expected)
     with pytest.raises(RunError, match="its number 'words' is nan"):
         make(names).wait(groups(["bad"]), meter)
-    with pytest.raises(RunError, match="its number 'mean' is of a name that is taken"):
+    with pytest.raises(RunError, match="the name of its number 'mean' is reserved; rename it"):
         make(names).wait(groups(["mean"]), meter)
 
 

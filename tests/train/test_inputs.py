@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers import write_rows
-from processes import run
-from test_bad_input import one_error
+from processes import one_error, run
 
 import distill
 import dpo

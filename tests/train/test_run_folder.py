@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers import metrics, write_rows
-from processes import run
-from test_bad_input import one_error
+from processes import one_error, run
 
 from common.train.run_folder import unlock
 

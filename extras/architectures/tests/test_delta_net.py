@@ -129,7 +129,7 @@ def test_shared_prefixes_are_off(path, device, capsys):
     args = replace(ARGS, share_prefix=1)
     policy = load_policy(path, args, device)
     assert policy.share_prefix == 0
-    assert f"{QUICK} needs --share_prefix 0, which is taken" in capsys.readouterr().out
+    assert f"{QUICK} cannot share prefixes: --share_prefix 0 is used" in capsys.readouterr().out
     (mb,) = pack_groups([[Sample([5, 6, 7, 8], [True] * 4)] * 2], 100, device, share_prefix=1)
     with pytest.raises(ValueError, match="needs whole sequences; set --share_prefix 0"):
         policy(mb)
