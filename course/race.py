@@ -161,15 +161,19 @@ def main() -> None:
         codes = {patch.name: patched(patch), "grpo.py": (ROOT / "grpo.py").read_bytes()}
         runs = f"{2 * len(seeds)} runs of {steps} steps"
         print(f"{runs}; what is in {options.folder} is not run again", flush=True)
-        values, weights = [], []
-        for name, code in codes.items():  # a patch that fails does so first
-            script = keep(code, options.config, steps, options.folder.resolve())
-            rest = script, name, options.config, steps
-            values.append([pool.submit(result, *rest, seed) for seed in seeds])
-            weights.append(script.parent / "seed_0/hf/model.safetensors")
-        new, old = (np.array([run.result() for run in each]) for each in values)
+        folder = options.folder.resolve()
+        scripts = {name: keep(code, options.config, steps, folder) for name, code in codes.items()}
+        rest = options.config, steps
+        pairs = [
+            [pool.submit(result, script, name, *rest, seed) for name, script in scripts.items()]
+            for seed in seeds
+        ]
+        for run in pairs[0]:  # a patch that fails, or changes nothing, does so first
+            run.result()
+        weights = [script.parent / "seed_0/hf/model.safetensors" for script in scripts.values()]
         if filecmp.cmp(*weights, shallow=False):
             raise ValueError(f"{patch}: no weight differs; its change must be on by default")
+        new, old = np.array([[run.result() for run in pair] for pair in pairs]).T
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
     finally:  # also at Ctrl-C: what has not begun never does
