@@ -61,10 +61,10 @@ def best(ranking_PG: Tensor, keep: int) -> Tensor:
     return (order_PG.argsort(dim=-1) < keep) & ~ranking_PG.isnan()
 
 
-def loss(logprobs_T: Tensor, mask_T: Tensor, tokens: Tensor) -> Tensor:
-    """Return each token's share of the loss: the mean of -log pi over the `tokens` of the *global*
-    minibatch."""
-    return -logprobs_T * mask_T / tokens.clamp(min=1)
+def loss(logprobs_T: Tensor, mask_T: Tensor, num_tokens: Tensor) -> Tensor:
+    """Return each token's share of the loss: the mean of -log pi over the `num_tokens` of the
+    *global* minibatch."""
+    return -logprobs_T * mask_T / num_tokens.clamp(min=1)
 
 
 @dataclass
@@ -166,18 +166,18 @@ def main(args: Args) -> None:
             lr = run.learning_rate(step)
             updated = False
             for minibatch in minibatches * args.epochs_per_rollout:
-                tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch))
+                num_tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch))
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
-                    share_T = loss(logprobs_T, mb.loss_mask_T, tokens)
+                    share_T = loss(logprobs_T, mb.loss_mask_T, num_tokens)
                     # FSDP averages gradients over ranks; undo that.
                     (share_T.sum() * world_size).backward()
                     total_loss += share_T.detach().sum()
                     meter.tokens(mb, {"loss": -logprobs_T, "entropy": entropy_T}, share_T)
                     if not updated and args.truncation is None:
                         measure_mismatch(meter, logprobs_T.detach(), mb)
-                if tokens:
+                if num_tokens:
                     grad_norm = optimizer_step(
                         policy, optimizer, lr, args.max_grad_norm, total_loss
                     )

@@ -89,11 +89,11 @@ LOSSES = {"clip": clip} | BY_TOKEN  # by --loss
 
 def loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, advantages_T: Tensor,
-    mask_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor, args: "Args",
+    mask_T: Tensor, sequence_ids_T: Tensor, num_tokens: Tensor, args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return each token's share of the objective L, to be minimised, and per-token tensors to log.
-    `mask_T`: trained tokens; `sequence_ids_T`: the completion of each token; `tokens`: number of
-    trained tokens of the *global* minibatch."""
+    `mask_T`: trained tokens; `sequence_ids_T`: the completion of each token; `num_tokens`: trained
+    tokens of the *global* minibatch."""
     low, high = args.clip_low, args.clip_high
     x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_ids_T, low, high)
     loss_T, ratio_T, stopped_T = LOSSES[args.loss](x)
@@ -104,7 +104,7 @@ def loss(
         "clip_ratio/region_mean": stopped_T,
         "sampling/weight": c_T,
     }
-    return loss_T * c_T * mask_T / tokens, logged
+    return loss_T * c_T * mask_T / num_tokens, logged
 
 
 # ---- dynamic sampling ----
@@ -265,7 +265,7 @@ def main(args: Args) -> None:
         with meter.time("train"):
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
-                tokens, _ = count_trained(minibatch)  # on all ranks
+                num_tokens, _ = count_trained(minibatch)  # on all ranks
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
@@ -274,7 +274,7 @@ def main(args: Args) -> None:
                     share_T, logged = loss(
                         logprobs_T, mb.old_logprobs_T, mb.rollout_logprobs_T,
                         mb.on_tokens(advantages_BG), mb.loss_mask_T, mb.sequence_ids_T,
-                        tokens, args,
+                        num_tokens, args,
                     )  # fmt: skip
                     if mb.ref_logprobs_T is not None:
                         logged["kl"] = kl_estimate(logprobs_T.detach(), mb.ref_logprobs_T)

@@ -95,9 +95,9 @@ LOSSES = {"clip": clip} | BY_TOKEN  # by --loss
 
 def loss(
     comparison: Comparison, old_logprobs_T: Tensor | None, rollout_logprobs_T: Tensor | None,
-    mask_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor, args: "Args",
+    mask_T: Tensor, sequence_ids_T: Tensor, num_tokens: Tensor, args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Return each token's share of L, a mean over the `tokens` of the *global* minibatch, and
+    """Return each token's share of L, a mean over the `num_tokens` of the *global* minibatch, and
     tensors [T] to log. `comparison`: student and teacher. Only the student's own completions have
     `rollout_logprobs_T`, of the engine."""
     if args.estimator == "full":
@@ -105,7 +105,7 @@ def loss(
         if rollout_logprobs_T is None and args.sft_weight:
             full_T = full_T - args.sft_weight * comparison.logprobs_T
             logged["data/cross_entropy"] = -comparison.logprobs_T.detach()
-        return full_T * mask_T / tokens, logged
+        return full_T * mask_T / num_tokens, logged
     A_T = comparison.teacher_logprobs_T - old_logprobs_T
     low, high = args.clip_low, args.clip_high
     x = PolicyInputs(comparison.logprobs_T, old_logprobs_T, A_T, mask_T, sequence_ids_T, low, high)
@@ -117,7 +117,7 @@ def loss(
         "clip_ratio/region_mean": stopped_T,
         "sampling/weight": c_T,
     }
-    return loss_T * c_T * mask_T / tokens, logged
+    return loss_T * c_T * mask_T / num_tokens, logged
 
 
 @dataclass
@@ -369,7 +369,7 @@ def main(args: Args) -> None:
             lr = run.learning_rate(step)
             for m in [*range(args.minibatches)] * args.epochs_per_rollout:
                 packs = {name: sampled[name][m] + written[name][m] for name in teachers}
-                tokens, _ = count_trained([*chain(*packs.values())])  # on all ranks
+                num_tokens, _ = count_trained([*chain(*packs.values())])  # on all ranks
                 total_loss = torch.zeros((), device=device)
                 for teacher, mb in [(teachers[name], mb) for name in packs for mb in packs[name]]:
                     comparison = policy.distill(
@@ -380,7 +380,7 @@ def main(args: Args) -> None:
                         mb.old_logprobs_T = comparison.logprobs_T.detach()
                     share_T, logged = loss(
                         comparison, mb.old_logprobs_T, mb.rollout_logprobs_T, mb.loss_mask_T,
-                        mb.sequence_ids_T, tokens, args,
+                        mb.sequence_ids_T, num_tokens, args,
                     )  # fmt: skip
                     # FSDP averages gradients over ranks; undo that.
                     (share_T.sum() * world_size).backward()

@@ -82,14 +82,14 @@ LOSSES = {"clip": clip} | POLICY_LOSSES  # by --loss
 def loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor,
     ref_logprobs_T: Tensor | None, entropy_T: Tensor, advantages_T: Tensor, mask_T: Tensor,
-    sequence_ids_T: Tensor, tokens: Tensor, sequences: Tensor, args: "Args",
+    sequence_ids_T: Tensor, num_tokens: Tensor, num_sequences: Tensor, args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return each token's share of the objective L, to be minimised, and per-token tensors to log:
 
         L = sum_t w_t (c_t policy_loss_t + beta KL_t - entropy_coef H_t)
 
-    The shares of all micro-batches and ranks add up to a mean over the *global* minibatch, which
-    has `tokens` trained tokens in `sequences` completions. c_t = pi_old / pi_engine, bounded,
+    The shares of all micro-batches and ranks add up to a mean over the *global* minibatch of
+    `num_tokens` trained tokens in `num_sequences` completions. c_t = pi_old / pi_engine, bounded,
     without gradient. `mask_T`: trained tokens; `sequence_ids_T`: number of the completion."""
     low, high = args.clip_bounds
     x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_ids_T, low, high)
@@ -109,7 +109,7 @@ def loss(
     if args.entropy_coef:  # skipped at 0: its backward pass reads all logits again
         loss_T = loss_T - args.entropy_coef * entropy_T
     w_T = token_weights(
-        args.reduction, mask_T, sequence_ids_T, tokens, sequences, args.max_new_tokens
+        args.reduction, mask_T, sequence_ids_T, num_tokens, num_sequences, args.max_new_tokens
     )
     return loss_T * w_T, logged
 
@@ -260,7 +260,7 @@ def main(args: Args) -> None:
         with meter.time("train"):
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
-                tokens, sequences = count_trained(minibatch)  # on all ranks
+                num_tokens, num_sequences = count_trained(minibatch)  # on all ranks
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
@@ -270,7 +270,7 @@ def main(args: Args) -> None:
                     share_T, logged = loss(
                         logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T,
                         entropy_T, mb.on_tokens(advantages_BG), mb.loss_mask_T, mb.sequence_ids_T,
-                        tokens, sequences, args,
+                        num_tokens, num_sequences, args,
                     )  # fmt: skip
                     # FSDP averages gradients over ranks; undo that.
                     (share_T.sum() * world_size).backward()

@@ -97,10 +97,10 @@ LOSSES = {"clip": clip} | BY_TOKEN  # by --loss
 
 def loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, entropy_T: Tensor, advantages_T: Tensor,
-    importance_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor, args: "Args",
+    importance_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, num_tokens: Tensor, args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return each token's share of the policy loss and per-token tensors to log. The loss is a mean
-    over the `tokens` of the *global* minibatch."""
+    over the `num_tokens` of the *global* minibatch."""
     low, high = args.clip_low, args.clip_high
     x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_ids_T, low, high)
     loss_T, ratio_T, stopped_T = LOSSES[args.loss](x)
@@ -112,7 +112,7 @@ def loss(
         "clip_ratio/region_mean": stopped_T,
         "policy/approx_kl": kl_estimate(old_logprobs_T, logprobs_T.detach()),
     }
-    return loss_T * mask_T / tokens, logged
+    return loss_T * mask_T / num_tokens, logged
 
 
 def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor) -> Tensor:
@@ -190,16 +190,16 @@ def whiten(rollout: list[list[PackedBatch]]) -> list[list[PackedBatch]]:
 
 
 def add_policy_gradient(
-    policy: Policy, minibatch: list[PackedBatch], tokens: Tensor, args: Args, meter: Meter
+    policy: Policy, minibatch: list[PackedBatch], num_tokens: Tensor, args: Args, meter: Meter
 ) -> Tensor:
-    """Run forward and backward over a minibatch with `tokens` trained tokens on all ranks. Return
-    this rank's share of the loss."""
-    total_loss = torch.zeros((), device=tokens.device)
+    """Run forward and backward over a minibatch, which has `num_tokens` trained tokens on all
+    ranks. Return this rank's share of the loss."""
+    total_loss = torch.zeros((), device=num_tokens.device)
     for mb in minibatch:
         logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
         share_T, logged = loss(
             logprobs_T, mb.old_logprobs_T, entropy_T, mb.advantages_T, mb.importance_T,
-            mb.loss_mask_T, mb.sequence_ids_T, tokens, args,
+            mb.loss_mask_T, mb.sequence_ids_T, num_tokens, args,
         )  # fmt: skip
         # FSDP averages gradients over ranks; undo that.
         (share_T.sum() * distributed.world_size()).backward()
@@ -209,13 +209,13 @@ def add_policy_gradient(
 
 
 def add_value_gradient(
-    value_model: nn.Module, minibatch: list[PackedBatch], tokens: Tensor
+    value_model: nn.Module, minibatch: list[PackedBatch], num_tokens: Tensor
 ) -> Tensor:
     """Run forward and backward of the value model. Return this rank's share of its loss."""
-    total_loss = torch.zeros((), device=tokens.device)
+    total_loss = torch.zeros((), device=num_tokens.device)
     for mb in minibatch:
         loss_T = value_loss(value_model(mb), mb.values_T, mb.returns_T)
-        share = (loss_T * mb.loss_mask_T).sum() / tokens
+        share = (loss_T * mb.loss_mask_T).sum() / num_tokens
         (share * distributed.world_size()).backward()
         total_loss += share.detach()
     return total_loss
@@ -303,14 +303,14 @@ def main(args: Args) -> None:
             lr = run.learning_rate(step)
             trains_policy = step >= args.value_warmup_steps
             for minibatch in minibatches * args.epochs_per_rollout:
-                tokens, _ = count_trained(minibatch)  # on all ranks
+                num_tokens, _ = count_trained(minibatch)  # on all ranks
                 norm = args.max_grad_norm
                 if trains_policy:
-                    total_loss = add_policy_gradient(policy, minibatch, tokens, args, meter)
+                    total_loss = add_policy_gradient(policy, minibatch, num_tokens, args, meter)
                     grad_norm = optimizer_step(policy, optimizer, lr, norm, total_loss)
                     meter.mean("grad_norm", grad_norm)
                     meter.sum_over_ranks("loss", total_loss)
-                values_loss = add_value_gradient(value_model, minibatch, tokens)
+                values_loss = add_value_gradient(value_model, minibatch, num_tokens)
                 value_lr = lr * args.value_lr / args.lr
                 value_grad_norm = optimizer_step(
                     value_model, value_optimizer, value_lr, norm, values_loss

@@ -139,14 +139,14 @@ LOSSES = {"clip": clip} | BY_TOKEN  # by --loss
 def loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor,
     ref_logprobs_T: Tensor | None, entropy_T: Tensor, advantages_T: Tensor, mask_T: Tensor,
-    sequence_ids_T: Tensor, tokens: Tensor, sequences: Tensor, args: "Args",
+    sequence_ids_T: Tensor, num_tokens: Tensor, num_sequences: Tensor, args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return each token's share of the objective L, to be minimised, and per-token tensors to log:
 
         L = sum_t w_t (c_t policy_loss_t + beta KL_t - entropy_coef H_t)
 
-    KL_t is there only with --kl_in loss. w_t = 1 / `tokens`, the trained tokens of the *global*
-    minibatch, or 1 / `sequences` with --reduction sequence_sum. `mask_T`: trained tokens;
+    KL_t is there only with --kl_in loss. w_t = 1 / `num_tokens`, the trained tokens of the *global*
+    minibatch, or 1 / `num_sequences` with --reduction sequence_sum. `mask_T`: trained tokens;
     `sequence_ids_T`: the completion of each token."""
     low, high = args.clip_low, args.clip_high
     x = PolicyInputs(logprobs_T, old_logprobs_T, advantages_T, mask_T, sequence_ids_T, low, high)
@@ -165,7 +165,7 @@ def loss(
         logged["kl"] = kl_T
     if args.entropy_coef:  # skipped at 0: its backward pass reads all logits again
         loss_T = loss_T - args.entropy_coef * entropy_T
-    w_T = mask_T / (tokens if args.reduction == "token" else sequences)
+    w_T = mask_T / (num_tokens if args.reduction == "token" else num_sequences)
     return loss_T * w_T, logged
 
 
@@ -284,7 +284,7 @@ def main(args: Args) -> None:
         with meter.time("train"):
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
-                tokens, sequences = count_trained(minibatch)  # on all ranks
+                num_tokens, num_sequences = count_trained(minibatch)  # on all ranks
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
@@ -293,7 +293,7 @@ def main(args: Args) -> None:
                     share_T, logged = loss(
                         logprobs_T, mb.old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T,
                         entropy_T, mb.advantages_T, mb.loss_mask_T, mb.sequence_ids_T,
-                        tokens, sequences, args,
+                        num_tokens, num_sequences, args,
                     )  # fmt: skip
                     # FSDP averages gradients over ranks; undo that.
                     (share_T.sum() * world_size).backward()

@@ -65,11 +65,11 @@ def loss(
     old_logprobs_N: Tensor,
     c_N: Tensor,
     advantages_N: Tensor,
-    sequences: Tensor,
+    num_sequences: Tensor,
     args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return each completion's share of the objective L, to be minimised, and further numbers of
-    each to log. Log-probs are sums over a completion. `c_N`: c_i; `sequences`: number
+    each to log. Log-probs are sums over a completion. `c_N`: c_i; `num_sequences`: number
     of completions of the *global* minibatch."""
     log_rho_N = logprobs_N - old_logprobs_N
     A_N = advantages_N
@@ -78,7 +78,7 @@ def loss(
     loss_N = -torch.min(rho_N * A_N, clipped_N * A_N) * c_N
     is_clipped_N = is_clipped(log_rho_N.detach(), A_N, args.clip_low, args.clip_high)
     logged = {"loss": loss_N, "ratio": rho_N, "clip_ratio/region_mean": is_clipped_N}
-    return loss_N / sequences, logged
+    return loss_N / num_sequences, logged
 
 
 @dataclass
@@ -176,7 +176,7 @@ def main(args: Args) -> None:
         with meter.time("train"):
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
-                _, sequences = count_trained(minibatch)  # on all ranks
+                _, num_sequences = count_trained(minibatch)  # on all ranks
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
@@ -188,7 +188,7 @@ def main(args: Args) -> None:
                     )  # fmt: skip
                     share_N, logged = loss(
                         mb.sequence_sums(logprobs_T), mb.sequence_sums(mb.old_logprobs_T),
-                        c_T[mb.ends_N], mb.select(advantages_BG), sequences, args,
+                        c_T[mb.ends_N], mb.select(advantages_BG), num_sequences, args,
                     )  # fmt: skip
                     # FSDP averages gradients over ranks; undo that.
                     (share_N.sum() * world_size).backward()

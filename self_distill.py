@@ -74,10 +74,10 @@ def aligned(teacher: Logits, hinted_S: Tensor, hinted_T: Tensor) -> Logits:
     return teacher._replace(hidden_TD=torch.where(hinted_T[:, None], moved_TD, 0))
 
 
-def loss(comparison: Comparison, mask_T: Tensor, tokens: Tensor) -> Tensor:
+def loss(comparison: Comparison, mask_T: Tensor, num_tokens: Tensor) -> Tensor:
     """Return each token's share of L. `comparison`: student and teacher; `mask_T`: trained tokens,
-    of which the global minibatch has `tokens`."""
-    return comparison.divergence_T * mask_T / tokens
+    of which the global minibatch has `num_tokens`."""
+    return comparison.divergence_T * mask_T / num_tokens
 
 
 @dataclass
@@ -236,14 +236,14 @@ def main(args: Args) -> None:
             lr = run.learning_rate(step)
             for n in range(args.updates_per_rollout):
                 m = n % args.minibatches
-                tokens, _ = count_trained(minibatches[m])  # on all ranks
+                num_tokens, _ = count_trained(minibatches[m])  # on all ranks
                 total_loss = torch.zeros((), device=device)
                 for mb, copy in zip(minibatches[m], copies[m], strict=True):
                     logits = aligned(teacher.teach(copy), copy.loss_mask_T, mb.loss_mask_T)
                     comparison = policy.distill(
                         mb, logits, DIVERGENCES[args.divergence], args.top_k, args.temperature
                     )
-                    share_T = loss(comparison, mb.loss_mask_T, tokens)
+                    share_T = loss(comparison, mb.loss_mask_T, num_tokens)
                     # FSDP averages gradients over ranks; undo that.
                     (share_T.sum() * world_size).backward()
                     total_loss += share_T.detach().sum()

@@ -144,7 +144,7 @@ def main(args: Args) -> None:
         micro_batches = pack_groups(
             batch, args.pack_tokens, device, policy.share_prefix, together=False
         )
-        tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in micro_batches))
+        num_tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in micro_batches))
 
         # ---- 2. update: one optimizer step; the loss is a mean over the tokens of all ranks ----
         with meter.time("train"):
@@ -152,7 +152,7 @@ def main(args: Args) -> None:
             for mb in micro_batches:
                 logprobs_T, entropy_T, correct_T = policy(mb)
                 loss_T = loss(args.loss, logprobs_T)
-                share_T = loss_T * mb.loss_mask_T / tokens
+                share_T = loss_T * mb.loss_mask_T / num_tokens
                 # FSDP averages gradients over ranks; undo that.
                 (share_T.sum() * world_size).backward()
                 batch_loss += share_T.detach().sum()

@@ -290,25 +290,25 @@ REDUCTIONS = ("token", "sequence", "sequence_sum", "constant")
 masks = st.lists(st.booleans(), min_size=2, max_size=9)
 
 
-def weights_of(mb, reduction, tokens, sequences):
+def weights_of(mb, reduction, num_tokens, num_sequences):
     """Return the weight of each token in the loss: the derivative of a loss of -A logp with A =
     -1."""
     logprobs_T = torch.zeros(len(mb.targets_T)).double().requires_grad_()
-    tokens, sequences = tokens.clamp(min=1), sequences.clamp(min=1)
+    num_tokens, num_sequences = num_tokens.clamp(min=1), num_sequences.clamp(min=1)
     args, zeros_T = flags(loss="reinforce", reduction=reduction), torch.zeros(len(mb.targets_T))
     share_T, _ = grpo.loss(
         logprobs_T, logprobs_T.detach(), logprobs_T.detach(), None, zeros_T, zeros_T - 1,
-        mb.loss_mask_T, mb.sequence_ids_T, tokens, sequences, args,
+        mb.loss_mask_T, mb.sequence_ids_T, num_tokens, num_sequences, args,
     )  # fmt: skip
     return torch.autograd.grad(share_T.sum(), logprobs_T)[0]
 
 
-def naive_weight(mask, reduction, tokens, sequences):
+def naive_weight(mask, reduction, num_tokens, num_sequences):
     """Return the weight of each trained token of a sequence."""
     if reduction == "token":
-        return 1 / tokens
+        return 1 / num_tokens
     shares = dict(sequence=1 / max(1, sum(mask)), sequence_sum=1.0, constant=1 / LONGEST)
-    return shares[reduction] / sequences
+    return shares[reduction] / num_sequences
 
 
 @given(st.lists(masks, min_size=1, max_size=6), st.sampled_from(REDUCTIONS),
@@ -318,16 +318,16 @@ def test_reduction_weights_equal_naive_code(masks, reduction, pack_tokens):
     weight 0."""
     masks = [[False, *mask[1:]] for mask in masks]
     made = [Sample([100 * n + i for i in range(len(m))], m) for n, m in enumerate(masks)]
-    tokens, sequences = sum(map(sum, masks)), sum(map(any, masks))
+    num_tokens, num_sequences = sum(map(sum, masks)), sum(map(any, masks))
     got = {}
     for mb in (*pack(made, pack_tokens, torch.device("cpu")), *pack([], 10, torch.device("cpu"))):
-        weights_T = weights_of(mb, reduction, torch.tensor(tokens), torch.tensor(sequences))
+        weights_T = weights_of(mb, reduction, torch.tensor(num_tokens), torch.tensor(num_sequences))
         if mb.num_samples:
             got |= zip(mb.targets_T.tolist(), weights_T.tolist(), strict=True)
         else:
             assert weights_T.tolist() == [0.0]
     expected = {}
     for n, mask in enumerate(masks):
-        weight = naive_weight(mask, reduction, max(1, tokens), max(1, sequences))
+        weight = naive_weight(mask, reduction, max(1, num_tokens), max(1, num_sequences))
         expected |= {100 * n + i: weight * mask[i] for i in range(1, len(mask))}
     assert got == pytest.approx(expected, rel=1e-6)

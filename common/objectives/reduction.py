@@ -25,19 +25,19 @@ def sequence_mean(x_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor
 
 
 def token_weights(
-    reduction: str, mask_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor, sequences: Tensor,
-    max_new_tokens: int,
+    reduction: str, mask_T: Tensor, sequence_ids_T: Tensor, num_tokens: Tensor,
+    num_sequences: Tensor, max_new_tokens: int,
 ) -> Tensor:  # fmt: skip
     """Return the weight of each token in the loss, 0 where it is not trained. The global minibatch
-    has `tokens` trained tokens in `sequences` completions. [T]."""
+    has `num_tokens` trained tokens in `num_sequences` completions. [T]."""
     match reduction:
         case "token":  # mean over tokens (DAPO, arXiv:2503.14476)
-            return mask_T / tokens
+            return mask_T / num_tokens
         case "sequence":  # mean over completions of their token means (GRPO)
             lengths_T = sequence_sum(mask_T, mask_T, sequence_ids_T)
-            return mask_T / lengths_T.clamp(min=1) / sequences
+            return mask_T / lengths_T.clamp(min=1) / num_sequences
         case "sequence_sum":  # mean over completions of their token sums (REINFORCE)
-            return mask_T / sequences
+            return mask_T / num_sequences
         case "constant":  # the same, over a constant length (Dr. GRPO, arXiv:2503.20783)
-            return mask_T / sequences / max_new_tokens
+            return mask_T / num_sequences / max_new_tokens
     raise ValueError(reduction)

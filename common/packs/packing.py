@@ -203,9 +203,9 @@ def pack_minibatches(
 def count_trained(minibatch: list[PackedBatch]) -> tuple[Tensor, Tensor]:
     """Count the trained tokens of a *global* minibatch and the sequences with any: int64, at least
     1. Collective."""
-    tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch))
-    sequences = distributed.all_sum(sum(mb.is_trained_N.sum() for mb in minibatch))
-    return tokens.clamp(min=1), sequences.clamp(min=1)
+    num_tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch))
+    num_sequences = distributed.all_sum(sum(mb.is_trained_N.sum() for mb in minibatch))
+    return num_tokens.clamp(min=1), num_sequences.clamp(min=1)
 
 
 def positions_of_rank(count: int) -> range:

@@ -48,7 +48,7 @@ BUGS = [
     Bug(
         "bug_4",
         "rloo.py",
-        "loss_N / sequences",
+        "loss_N / num_sequences",
         "loss_N / len(loss_N)",
         {"tests/test_rloo.py::test_loss_and_gradient_equal_naive_code": "look at the denominator"},
     ),

@@ -187,7 +187,7 @@ EXERCISES = [
     Exercise(
         "global_tokens",
         "common.packs.packing:count_trained",
-        ("tokens = ... return",),
+        ("num_tokens = ... return",),
         "Reductions and length",
         """The loss is a sum over the micro-batches of all ranks, divided by numbers that are
         counted before the first backward pass. Count the trained tokens of the minibatch, and its
@@ -208,7 +208,7 @@ EXERCISES = [
         },
         (
             {"mb.loss_mask_T.sum()": "mb.loss_mask_T.numel()"},
-            {"tokens.clamp(min=1)": "tokens"},
+            {"num_tokens.clamp(min=1)": "num_tokens"},
             {"distributed.all_sum(sum(mb.loss_mask_T": "torch.as_tensor(sum(mb.loss_mask_T"},
         ),
     ),
@@ -217,9 +217,9 @@ EXERCISES = [
         "common.objectives.reduction:token_weights",
         ("match reduction",),
         "Reductions and length",
-        """Return the weight of each token in the loss, [T]; 0 where mask_T is False. `tokens` and
-        `sequences` count the trained tokens and the completions of the global minibatch, of which
-        this is one pack of many. reduction: token: mean over tokens. sequence: mean over
+        """Return the weight of each token in the loss, [T]; 0 where mask_T is False. `num_tokens`
+        and `num_sequences` count the trained tokens and the completions of the global minibatch, of
+        which this is one pack of many. reduction: token: mean over tokens. sequence: mean over
         completions of their token means. sequence_sum: mean over completions of their token sums.
         constant: the same, divided by max_new_tokens. sequence_sum(x_T, mask_T, sequence_ids_T)
         repeats the sum over each sequence on its tokens.""",
@@ -241,9 +241,9 @@ EXERCISES = [
             ),
         },
         (
-            {"mask_T / tokens": "mask_T / mask_T.sum().clamp(min=1)"},
+            {"mask_T / num_tokens": "mask_T / mask_T.sum().clamp(min=1)"},
             {"mask_T, mask_T, sequence_ids_T": "mask_T | True, mask_T | True, sequence_ids_T"},
-            {"mask_T / sequences / max_new_tokens": "mask_T / max_new_tokens"},
+            {"mask_T / num_sequences / max_new_tokens": "mask_T / max_new_tokens"},
         ),
     ),
     Exercise(

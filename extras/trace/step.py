@@ -268,15 +268,15 @@ def of_tokens(
 ) -> Iterator[Number]:
     """Yield the numbers of the tokens of an update: losses, and log-probs of a policy, which then
     has the gradient."""
-    tokens, sequences = count_trained([mb for mb, _ in mbs])
+    num_tokens, num_sequences = count_trained([mb for mb, _ in mbs])
     names = inspect.signature(script.loss).parameters
     for mb, completions in mbs:
         inputs = mb.logprobs_T.requires_grad_(), mb.entropy_T.requires_grad_()
         is_engine = vars(args).get("old_logprobs") == "engine"
-        given = dict(mask_T=mb.loss_mask_T, tokens=tokens, sequences=sequences, args=args)
+        given = dict(mask_T=mb.loss_mask_T, num_tokens=num_tokens, num_sequences=num_sequences)
         given["old_logprobs_T"] = mb.rollout_logprobs_T if is_engine else mb.old_logprobs_T
-        given = {x: given[x] if x in given else getattr(mb, x) for x in names}
-        share_T, logged = script.loss(**given)
+        given = {x: given[x] if x in given else getattr(mb, x) for x in names if x != "args"}
+        share_T, logged = script.loss(**given, args=args)
         gradients = torch.autograd.grad(share_T.sum(), inputs, materialize_grads=True)
         found = dict(share=share_T, logprobs_gradient=gradients[0]) | logged
         if policy is not None:
