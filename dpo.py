@@ -153,7 +153,7 @@ def forward(
         logged |= {f"loss/{name}": term_N for name, term_N in terms.items()}
     if args.sft_weight:
         logged["loss/sft"] = nll_N
-    meter.rows(mb, logged, loss_N / args.batch_size, prefix)
+    meter.samples(mb, logged, loss_N / args.batch_size, prefix)
     meter.tokens(mb, {f"{prefix}entropy": entropy_T})
     return loss_N.sum()
 

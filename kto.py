@@ -223,7 +223,7 @@ def forward(
     if args.loss == "kto":
         logged["kl"] = baseline.expand(mb.num_samples)
     logged["loss"] = loss_N
-    meter.rows(mb, logged, loss_N / args.batch_size, prefix)
+    meter.samples(mb, logged, loss_N / args.batch_size, prefix)
     for name, side_N in (("chosen", desirable_N), ("rejected", ~desirable_N)):
         meter.masked_mean(f"{prefix}rewards/{name}", rewards_N, side_N)
         meter.masked_mean(f"{prefix}logps/{name}", logps_N, side_N)

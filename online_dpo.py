@@ -239,7 +239,7 @@ def main(args: Args) -> None:
                     # FSDP averages gradients over ranks; undo that.
                     (share_N.sum() * world_size).backward()
                     total_loss += share_N.detach().sum()
-                    meter.rows(mb, measured(mb_pairs, loss_N, args), share_N)
+                    meter.samples(mb, measured(mb_pairs, loss_N, args), share_N)
                     meter.tokens(mb, {"entropy": entropy_T})
                     if not updated:
                         measure_mismatch(meter, logprobs_T.detach(), mb)

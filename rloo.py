@@ -193,7 +193,7 @@ def main(args: Args) -> None:
                     # FSDP averages gradients over ranks; undo that.
                     (share_N.sum() * world_size).backward()
                     total_loss += share_N.detach().sum()
-                    meter.rows(mb, logged, share_N)
+                    meter.samples(mb, logged, share_N)
                     meter.tokens(mb, {"entropy": entropy_T})
                     measure_mismatch(meter, mb.old_logprobs_T, mb)
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)

@@ -150,7 +150,7 @@ def forward(
             "rewards/margins": chosen_N - rejected_N,
             "rewards/accuracies": chosen_N > rejected_N,
         }
-        meter.rows(mb, logged, loss_N / args.batch_size, prefix)
+        meter.samples(mb, logged, loss_N / args.batch_size, prefix)
         rewards_2N = torch.cat([chosen_N, rejected_N]).detach()
         meter.mean(f"{prefix}rewards/mean", rewards_2N.sum(), 2 * count)
         meter.std(f"{prefix}rewards/std", rewards_2N)

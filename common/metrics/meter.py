@@ -54,7 +54,7 @@ class Meter:
         if self.keep is not None:
             self.keep(mb, all_T, {})
 
-    def rows(
+    def samples(
         self, mb: PackedBatch, values_N: dict[str, Tensor], share_N: Tensor | None = None, prefix=""
     ) -> None:
         """Add to the mean of each value over the trained samples of a micro-batch, or over its
@@ -110,25 +110,25 @@ class Meter:
 
     def add(self, other: "Meter", end: str = "") -> None:
         """Add the values of another meter, with `end` appended to their names."""
-        for (name, kind), rows in other.entries.items():
-            self.entries[name + end, kind] += rows
+        for (name, kind), entries in other.entries.items():
+            self.entries[name + end, kind] += entries
 
     def reduce(self) -> dict[str, float]:
         """Return the global values of everything added since the last call, by name. Means with a
         total weight of 0 are omitted. Collective."""
         numbers = iter(_on_the_host([*chain(*chain(*self.entries.values()))]))
         totals = {
-            (name, kind): _total([[next(numbers) for _ in row] for row in rows], kind)
-            for (name, kind), rows in self.entries.items()
+            (name, kind): _total([[next(numbers) for _ in entry] for entry in entries], kind)
+            for (name, kind), entries in self.entries.items()
         }
         self.entries.clear()
         of_ranks = defaultdict(list)
         for key, total in chain(*(each.items() for each in distributed.gather_objects(totals))):
             of_ranks[key].append(total)
         values = {}
-        for (name, kind), rows in of_ranks.items():
+        for (name, kind), entries in of_ranks.items():
             assert name not in values, f"{name} is {kind} and another kind"
-            value = _value(kind, *_total(rows, "max" if kind == "time" else kind))
+            value = _value(kind, *_total(entries, "max" if kind == "time" else kind))
             if value is not None:
                 values[name] = value
         return values
@@ -159,10 +159,10 @@ def _require_one_each(values: dict[str, Tensor], *lengths: int) -> None:
             raise ValueError(f"{value}: shape {[*x.shape]} in place of [{lengths[0]}]; {advice}")
 
 
-def _total(rows: Sequence[Sequence[float]], kind: str) -> list[float]:
+def _total(entries: Sequence[Sequence[float]], kind: str) -> list[float]:
     """Return the sum, or the extreme, of each column."""
     combine = dict(max=max, min=min).get(kind, math.fsum)
-    return [combine(column) for column in zip(*rows, strict=True)]
+    return [combine(column) for column in zip(*entries, strict=True)]
 
 
 def _value(kind: str, total: float, weight: float = 1.0, squares: float = 0.0) -> float | None:

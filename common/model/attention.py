@@ -26,7 +26,7 @@ def packed_inputs(tokens: ModelTokens) -> dict:
         use_cache=False,
         cu_seq_lens_q=tokens.cu_seqlens_N1,
         max_length_q=tokens.max_seqlen,
-        key_rows_K=None if tokens.keys is None else tokens.keys.rows_K,
+        key_places_K=None if tokens.keys is None else tokens.keys.places_K,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
         cu_seq_lens_k=keys.cu_seqlens_N1,
         max_length_k=keys.max_seqlen,
@@ -50,12 +50,12 @@ def packed_attention(
         raise NotImplementedError(f"{type(module).__name__} needs position_bias in attention")
     if not getattr(module, "is_causal", True):
         raise NotImplementedError(f"{type(module).__name__} attends to later tokens")
-    rows_K = kwargs["key_rows_K"]  # its KeyError refuses a model that drops these arguments
+    places_K = kwargs["key_places_K"]  # its KeyError refuses a model that drops these arguments
     group, sinks_H = kwargs["pack"].context_group, kwargs.get("s_aux")
     if group is not None:
         query, key, value, sinks_H = group.divide_heads(query, key, value, sinks_H)
-    if rows_K is not None:
-        key, value = (GatherKeys.apply(x, rows_K) for x in (key, value))
+    if places_K is not None:
+        key, value = (GatherKeys.apply(x, places_K) for x in (key, value))
     is_plain = softcap is None and sinks_H is None
     widths = query.shape[-1], value.shape[-1]
     if is_plain and has_flash_kernel(kwargs["capability"], query.dtype, *widths):
@@ -100,10 +100,10 @@ class GatherKeys(torch.autograd.Function):
     row that is taken several times add up in float32."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, rows_K: Tensor) -> Tensor:
-        ctx.save_for_backward(rows_K)
+    def forward(ctx, x: Tensor, places_K: Tensor) -> Tensor:
+        ctx.save_for_backward(places_K)
         ctx.shape = x.shape
-        return x.index_select(2, rows_K)
+        return x.index_select(2, places_K)
 
     @staticmethod
     def backward(ctx, grad: Tensor):

@@ -127,10 +127,10 @@ class Keys:
     """Keys that the queries of each sequence attend to: its prefix's and its own. A plain class,
     like `ModelTokens`."""
 
-    def __init__(self, rows: list[np.ndarray], device: torch.device):
-        """`rows`: positions of the keys of each sequence among the computed tokens."""
-        self.rows_K = tensor_of(rows, device)
-        self.lengths = [len(row) for row in rows]
+    def __init__(self, places: list[np.ndarray], device: torch.device):
+        """`places`: where the keys of each sequence are among the computed tokens."""
+        self.places_K = tensor_of(places, device)
+        self.lengths = [len(of_sequence) for of_sequence in places]
         self.cu_seqlens_N1 = tensor_of([np.array([0, *accumulate(self.lengths)], np.int32)], device)
         self.max_seqlen = max(self.lengths)
 
@@ -138,9 +138,9 @@ class Keys:
 class CompactTokens(ModelTokens):
     """Computed tokens. Their results belong to the tokens of a micro-batch."""
 
-    def __init__(self, *tokens, rows_T: Tensor, context_group: Any):
+    def __init__(self, *tokens, places_T: Tensor, context_group: Any):
         super().__init__(*tokens)
-        self.rows_T = rows_T  # computed token of each token of the micro-batch, in the whole stream
+        self.places_T = places_T  # of the micro-batch's tokens, among all computed ones
         self.context_group = context_group
 
     def expand(self, streams_t: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -153,7 +153,7 @@ class CompactTokens(ModelTokens):
         if self.context_group is not None:
             stacked = self.context_group.gather(stacked)
         # Indexing would add gradients in any order on several threads.
-        expanded = stacked.index_select(0, self.rows_T)
+        expanded = stacked.index_select(0, self.places_T)
         # Copies: the output of a module may be written to, and FSDP would not see that through a
         # view.
         columns = zip(expanded.unbind(1), streams_t, strict=True)
@@ -173,33 +173,35 @@ def compact_tokens(
     if part * R > num_tokens:  # makes the parts equal
         sequences.append(padding(part * R - num_tokens, streams))
     here = slice(r * part, (r + 1) * part)
-    rows = rows_of(sequences)
-    rows_of_groups = [rows[i:j] for i, j in pairwise([0, *accumulate(map(len, groups))])]
-    own_rows = [*chain(*rows_of_groups[r::R])] or [np.array([0])]  # padding takes any result
+    places = places_of(sequences)
+    bounds = pairwise([0, *accumulate(map(len, groups))])
+    own_groups = [places[start:end] for start, end in bounds][r::R]
+    own_places = [of_sequence for group in own_groups for of_sequence in group]
     tokens = CompactTokens(
         tensor_of([s.ids[s.shared : -1] for s in sequences], device)[here],
         tensor_of([s.ids[s.shared + 1 :] for s in sequences], device)[here],
         tensor_of([np.arange(s.shared, s.num_targets) for s in sequences], device)[here],
         [s.num_targets - s.shared for s in sequences],
-        rows_T=tensor_of(own_rows, device),
+        places_T=tensor_of(own_places or [np.array([0])], device),  # padding takes any result
         context_group=context_group,
     )
     if any(sequence.shared for sequence in sequences):
-        tokens.keys = Keys(rows, device)
+        tokens.keys = Keys(places, device)
     for name in {"stored_at", "support"} & streams.keys():
         own = [s.streams[name][s.shared + 1 :] for s in sequences]
         setattr(tokens, f"{name}_T", tensor_of(own, device)[here])
     return tokens
 
 
-def rows_of(sequences: list[TokenSequence]) -> list[np.ndarray]:
-    """Return, for each sequence, the rows of its tokens in the computed stream. A shared prefix is
-    there only once, so for these tokens a sequence has the rows of the sequence before it."""
-    rows: list[np.ndarray] = []
+def places_of(sequences: list[TokenSequence]) -> list[np.ndarray]:
+    """Return, for each sequence, the places of its tokens among the computed ones. A shared prefix
+    is there only once, so its tokens have the places that they have in the sequence before."""
+    places: list[np.ndarray] = []
     begin = 0
     for sequence in sequences:
         end = begin + sequence.num_targets - sequence.shared
         own = np.arange(begin, end)
-        rows.append(np.concatenate([rows[-1][: sequence.shared], own]) if sequence.shared else own)
+        prefix = places[-1][: sequence.shared] if sequence.shared else own[:0]
+        places.append(np.concatenate([prefix, own]))
         begin = end
-    return rows
+    return places

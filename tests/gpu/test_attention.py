@@ -118,9 +118,9 @@ def test_attention_behind_a_shared_prefix_equals_that_of_whole_sequences(
     for shared in (True, False):
         inputs = [x.clone().requires_grad_() for x in qkv]
         if shared:
-            out = packed(*inputs, tokens, window)[tokens.rows_T]
+            out = packed(*inputs, tokens, window)[tokens.places_T]
         else:
-            out = separate(*(x.double()[:, :, tokens.rows_T] for x in inputs), mb, window)
+            out = separate(*(x.double()[:, :, tokens.places_T] for x in inputs), mb, window)
         results.append([out, *torch.autograd.grad((out * weights.to(out.dtype)).sum(), inputs)])
     found = [relative_error(ours, exact) for ours, exact in zip(*results, strict=True)]
     assert tokens.keys is not None and max(found) < BOUNDS[dtype], found

@@ -177,9 +177,9 @@ def test_tokens_of_the_prompt_are_computed_once():
     assert len(tokens.targets_T) == 19 + 6 + 2 + 9 and len(mb.targets_T) == 3 * 19 + 6 + 2 + 9
     assert tokens.offsets == [0, 25, 27, 36]
     assert tokens.position_ids_T.tolist() == [*range(25), *range(19, 21), *range(19, 28)]
-    assert (tokens.targets_T[tokens.rows_T] == mb.targets_T).all()
-    assert (tokens.input_ids_T[tokens.rows_T] == mb.input_ids_T).all()
-    assert (tokens.position_ids_T[tokens.rows_T] == mb.position_ids_T).all()
+    assert (tokens.targets_T[tokens.places_T] == mb.targets_T).all()
+    assert (tokens.input_ids_T[tokens.places_T] == mb.input_ids_T).all()
+    assert (tokens.position_ids_T[tokens.places_T] == mb.position_ids_T).all()
     assert tokens.keys.lengths == [25, 21, 28]
     assert tokens.keys.cu_seqlens_N1.tolist() == [0, 25, 46, 74]
 
@@ -222,7 +222,7 @@ def test_every_token_is_found_and_packs_have_room(sizes, room):
     for mb in packs:
         assert len(mb.model_tokens.targets_T) <= room
         for name in ("input_ids_T", "targets_T", "position_ids_T") if mb.compact else ():
-            assert (getattr(mb.model_tokens, name)[mb.compact.rows_T] == getattr(mb, name)).all()
+            assert (getattr(mb.model_tokens, name)[mb.compact.places_T] == getattr(mb, name)).all()
 
 
 def test_group_that_does_not_fit_is_computed_in_parts(monkeypatch):
