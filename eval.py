@@ -157,7 +157,7 @@ def measure(args: Args, lines: list[dict]) -> dict:
     out |= dict(reward=mean_of(lambda c: c["reward"], greedy), pass_at_k={}, majority_at_k={})
     for k in range(1, max(map(len, right)) + 1):
         # A reward may be missing.
-        enough = [i for i, right_S in enumerate(right) if len(right_S) >= k]
+        enough = [i for i, right_G in enumerate(right) if len(right_G) >= k]
         passes = [pass_at_k(len(right[i]), sum(right[i]), k) for i in enough]
         out["pass_at_k"][k] = interval(passes, [1] * len(enough))
         out["majority_at_k"][k] = interval([votes[i][k - 1] for i in enough], [1] * len(enough))

@@ -15,7 +15,7 @@ not trained on. Differences from the papers (docs/self_distill.md): means over t
 no importance weights; one kind of hint; the top k tokens are the teacher's.
 
 Shapes: P prompts on this rank, B on all ranks, G completions of each, T packed tokens of a
-micro-batch, S tokens of the same completions after hinted prompts, D hidden size; x_T[t] describes
+micro-batch, U tokens of the same completions after hinted prompts, D hidden size; x_T[t] describes
 targets_T[t]."""
 
 from collections.abc import Callable
@@ -64,13 +64,13 @@ COMPARED = {"reverse_kl": "reverse_kl_T", "agreement": "agree_T",
 # ---- the objective ----
 
 
-def aligned(teacher: Logits, hinted_S: Tensor, hinted_T: Tensor) -> Logits:
+def aligned(teacher: Logits, hinted_U: Tensor, hinted_T: Tensor) -> Logits:
     """Move the teacher's logits to the places of the student's tokens. The masks mark the same
     tokens in the same order, in the teacher's pack and in the student's. At other places all logits
     are equal, so that no token is preferred."""
     # Hinted tokens first. (To index by a mask, the host would wait for the GPU.)
-    places_S = hinted_S.logical_not().argsort(stable=True)
-    moved_TD = teacher.hidden_TD[places_S[(hinted_T.cumsum(0) - 1).clamp(min=0)]]
+    places_U = hinted_U.logical_not().argsort(stable=True)
+    moved_TD = teacher.hidden_TD[places_U[(hinted_T.cumsum(0) - 1).clamp(min=0)]]
     return teacher._replace(hidden_TD=torch.where(hinted_T[:, None], moved_TD, 0))
 
 

@@ -97,17 +97,17 @@ def rows_of(groups: list[list[Run]], labels: list[str], name: str, last: int) ->
     rows = []
     base: dict[str, float] = {}
     for label, group in zip(labels, groups, strict=True):
-        steps, values_RT = values_of(group, name)
-        ends_R = values_RT[:, -1 if name.startswith("eval") else -last :].mean(1)
-        ends = by_seed(group, ends_R)
+        steps, values = values_of(group, name)
+        last_values = values[:, -1 if name.startswith("eval") else -last :].mean(1)
+        ends = by_seed(group, last_values)
         rows.append(
             [
                 name,
                 label,
                 str(len(group)),
                 str(steps[-1]),
-                f"{values_RT[:, 0].mean():.4g} -> {ends_R.mean():.4g}",
-                shown_interval(ends_R),
+                f"{values[:, 0].mean():.4g} -> {last_values.mean():.4g}",
+                shown_interval(last_values),
                 difference(base, ends) if base else "",
             ]
         )
@@ -183,11 +183,11 @@ def draw(groups: list[list[Run]], labels: list[str], names: list[str], picture: 
         axis.remove()
     for axis, name in zip(axes.flat, names, strict=False):
         for number, (label, group) in enumerate(zip(labels, groups, strict=True)):
-            steps, values_RT = values_of(group, name)
+            steps, values = values_of(group, name)
             style = dict(color=f"C{number}", marker="." if len(steps) < 30 else "")
             count = f"{len(group)} seed{'s' * (len(group) > 1)}"
-            axis.plot(steps, values_RT.mean(0), label=f"{label} ({count})", **style)
-            axis.fill_between(steps, *band(values_RT), color=f"C{number}", alpha=0.2, linewidth=0)
+            axis.plot(steps, values.mean(0), label=f"{label} ({count})", **style)
+            axis.fill_between(steps, *band(values), color=f"C{number}", alpha=0.2, linewidth=0)
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("step", fontsize=9)
         axis.grid(alpha=0.3)

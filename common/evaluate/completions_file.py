@@ -6,7 +6,7 @@
 eval.py appends to it while it samples, and continues it after a kill. Files of other programs need
 only the texts. Every rank has all lines, and samples or scores its part of the prompts.
 
-Shapes: P prompts on this rank, S completions of each.
+Shapes: P prompts on this rank, G completions of each.
 """
 
 import json
@@ -122,8 +122,8 @@ def sample_completions(
 def make_lines(groups: list[Group], rewards: Rewards, greedy: bool) -> list[dict]:
     """Return the lines of all prompts, with their rewards. `groups` is this rank's part;
     `greedy`: whether the first completion of each is greedy. Collective."""
-    rewards_PS, parts, numbers = rewards.wait(groups, Meter())
-    firsts_PS = rewards.first(parts)
+    rewards_PG, parts, numbers = rewards.wait(groups, Meter())
+    firsts_PG = rewards.first(parts)
 
     def line(p: int, group: Group) -> dict:
         completions = [
@@ -131,10 +131,10 @@ def make_lines(groups: list[Group], rewards: Rewards, greedy: bool) -> list[dict
             | dict(answer_at=len(c.text) - len(rewards.thoughts.answer(c)),
                    greedy=greedy and s == 0, vote=vote_of(c, rewards),
                    reward_errors=c.reward_errors,
-                   score=_null(firsts_PS[p, s]), reward=_null(rewards_PS[p, s]),
-                   rewards={name: _null(part_PS[p, s]) for name, part_PS in parts.items()}
-                   | {name: float(x_PS[p, s]) for name, x_PS in numbers.items()
-                      if not x_PS[p, s].isnan()},
+                   score=_null(firsts_PG[p, s]), reward=_null(rewards_PG[p, s]),
+                   rewards={name: _null(part_PG[p, s]) for name, part_PG in parts.items()}
+                   | {name: float(x_PG[p, s]) for name, x_PG in numbers.items()
+                      if not x_PG[p, s].isnan()},
                    ids=c.completion_ids,
                    sampled=[int(m) for m in c.loss_mask[c.prompt_length :]])
             for s, c in enumerate(group)

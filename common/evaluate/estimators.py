@@ -33,13 +33,13 @@ def shown_ks(n: int) -> list[int]:
     return [1 << i for i in range(n.bit_length()) if 1 << i <= n]
 
 
-def solved(first_PS: Tensor, groups: list[Group]) -> Tensor:
+def solved(first_PG: Tensor, groups: list[Group]) -> Tensor:
     """Return 1 for completions whose first reward is at least 1, up to rounding, 0 for others and
-    for those whose reward failed, and NaN where no reward applies. Shape [P, S], float64."""
+    for those whose reward failed, and NaN where no reward applies. Shape [P, G], float64."""
     failed = [[bool(sample.reward_errors) for sample in group] for group in groups]
-    failed_PS = torch.tensor(failed, dtype=torch.bool).reshape(first_PS.shape)
-    solved_PS = first_PS.ge(SOLVED).double().masked_fill(first_PS.isnan(), math.nan)
-    return solved_PS.masked_fill(first_PS.isnan() & failed_PS, 0.0)
+    failed_PG = torch.tensor(failed, dtype=torch.bool).reshape(first_PG.shape)
+    solved_PG = first_PG.ge(SOLVED).double().masked_fill(first_PG.isnan(), math.nan)
+    return solved_PG.masked_fill(first_PG.isnan() & failed_PG, 0.0)
 
 
 def final_answer(text: str) -> str | None:

@@ -26,31 +26,31 @@ def evaluate_prompts(
     if not held_out:
         return {}
     groups = sampler.complete_held_out(step, held_out)
-    rewards_PS, named_rewards, numbers = rewards.wait(groups, Meter())
-    first_PS = rewards.first(named_rewards)
+    rewards_PG, named_rewards, numbers = rewards.wait(groups, Meter())
+    first_PG = rewards.first(named_rewards)
     means = {
-        "eval/solved": solved(first_PS, groups),
-        "eval/reward": rewards_PS,
+        "eval/solved": solved(first_PG, groups),
+        "eval/reward": rewards_PG,
     }
-    means |= {f"eval/rewards/{name}/mean": named_PS for name, named_PS in named_rewards.items()}
-    means |= {f"eval/rewards/{name}": number_PS for name, number_PS in numbers.items()}
+    means |= {f"eval/rewards/{name}/mean": named_PG for name, named_PG in named_rewards.items()}
+    means |= {f"eval/rewards/{name}": number_PG for name, number_PG in numbers.items()}
     say_failures(f"evaluation after step {step}", groups)
     meter = Meter()
     for i, group in enumerate(groups):
-        solved_S = means["eval/solved"][i]
-        solved_S = solved_S[~solved_S.isnan()]
+        solved_G = means["eval/solved"][i]
+        solved_G = solved_G[~solved_G.isnan()]
         row = group[0].row
         for end in ["", f"/{row['_dataset']}"] if "_dataset" in row else [""]:
-            for name, values_PS in means.items():
-                valid_S = ~values_PS[i].isnan()
-                meter.mean(f"{name}{end}", values_PS[i].nansum(), valid_S.sum())
-            for k in shown_ks(len(solved_S))[1:]:
-                right = int(solved_S.sum())
-                meter.mean(f"eval/pass_at_{k}{end}", pass_at_k(len(solved_S), right, k))
+            for name, values_PG in means.items():
+                valid_G = ~values_PG[i].isnan()
+                meter.mean(f"{name}{end}", values_PG[i].nansum(), valid_G.sum())
+            for k in shown_ks(len(solved_G))[1:]:
+                right = int(solved_G.sum())
+                meter.mean(f"eval/pass_at_{k}{end}", pass_at_k(len(solved_G), right, k))
             meter.sum(f"eval/failed{end}", sum(bool(sample.reward_errors) for sample in group))
-            meter.sum(f"eval/unscored{end}", len(group) - len(solved_S))
-            if len(solved_S):
-                meter.standard_error(f"eval/solved_stderr{end}", solved_S.mean())
+            meter.sum(f"eval/unscored{end}", len(group) - len(solved_G))
+            if len(solved_G):
+                meter.standard_error(f"eval/solved_stderr{end}", solved_G.mean())
     return meter.reduce()
 
 

@@ -1,6 +1,4 @@
-"""Output folders of runs: their flags and metrics, and intervals over runs of several seeds.
-
-Shapes: R runs, T steps."""
+"""Output folders of runs: their flags and metrics, and intervals over runs of several seeds."""
 
 import json
 import math
@@ -69,13 +67,14 @@ def t_quantile(df: float) -> float:
     return math.sqrt(df) * math.tan(np.interp(0.95, mass / mass[-1], a[1:]))
 
 
-def band(values_RT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the 95% t interval of the mean of the runs, or the range of 1 or 2 runs."""
-    return interval(values_RT) if len(values_RT) > 2 else (values_RT.min(0), values_RT.max(0))
+def band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the 95% t interval of the mean of the runs, or the range of 1 or 2 runs. `values`:
+    [runs, steps]."""
+    return interval(values) if len(values) > 2 else (values.min(0), values.max(0))
 
 
-def interval(values_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the 95% t interval of the mean of at least 2 values."""
-    count, mean = len(values_R), values_R.mean(0)
-    half = t_quantile(count - 1) * values_R.std(0, ddof=1) / math.sqrt(count)
+    count, mean = len(values), values.mean(0)
+    half = t_quantile(count - 1) * values.std(0, ddof=1) / math.sqrt(count)
     return mean - half, mean + half

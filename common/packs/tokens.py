@@ -33,7 +33,7 @@ class TokenSequence(NamedTuple):
     index: int  # number of the sample, counted over all ranks
     ids: np.ndarray  # int32
     loss_mask: np.ndarray  # bool
-    streams: dict[str, np.ndarray]  # float32; `stored_at` is int64, `support` int32 [., K]
+    streams: dict[str, np.ndarray]  # float32; `stored_at` is int64, `support` int32 [., top_k]
     dataset: str | None = None
     images: list[ImageSpan] = []  # all its images, also those in a shared prefix
     shared: int = 0  # it shares its first `shared` targets with the sequence before it
@@ -108,7 +108,7 @@ class ModelTokens:
     image_sequences: list[TokenSequence] | None = None  # the sequences, if any of them has images
     images: Any = None  # PackedImages (extras/images/packed.py), made from them when needed
     next: "ModelTokens | None" = None  # with images, the tokens that the model runs on next
-    support_T: Tensor | None = None  # int32 [T, K]: the ids that a target could have been
+    support_T: Tensor | None = None  # int32 [T, top_k]: the ids that a target could have been
     stored_at_T: Tensor | None = None  # int64: places of targets in the teacher's stored log-probs
 
     def __init__(

@@ -3,6 +3,7 @@ it in another way."""
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 from helpers import ROOT
@@ -15,6 +16,9 @@ DEFINITION = re.compile(r"([A-Za-z]\w*(?:\(\w+\))?) = (.+)")
 BLOCK = re.compile(r"(?:^ {4,}\S.*\n?)+", re.MULTILINE)
 PLACES = ("docs/*.md", "course/*.md", "course/lessons/*.md", "*.py", "common/objectives/*.py")
 FILES = sorted({path for place in PLACES for path in ROOT.glob(place)})
+MODULES = [*ROOT.glob("*.py"), *ROOT.glob("common/**/*.py")]
+PEFT = {"lora_A", "lora_B"}  # a library's names
+SUFFIX = re.compile(r"(?:[a-z]\w*|[A-Z])_(\d?[A-Zt][A-Z\d]{0,2})")  # not of CONSTANTS
 
 
 def table(title: str) -> list[list[str]]:
@@ -81,6 +85,26 @@ def test_equations_use_the_glossary(path):
 )
 def test_clash_is_found(clash):
     assert len(offences(f"    {clash}\n", KNOWN)) == 1
+
+
+def suffixes(path: Path) -> set[str]:
+    """Return the sizes in the shapes of a module's tensors: P and G of `rewards_PG`."""
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    found = {node.id for node in nodes if isinstance(node, ast.Name)}
+    found |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    found |= {node.arg or "" for node in nodes if isinstance(node, ast.arg | ast.keyword)}
+    matches = map(SUFFIX.fullmatch, found - PEFT)
+    return {size for match in matches if match for size in match[1]}
+
+
+def test_every_suffix_has_one_meaning_or_names_its_files():
+    used = {path: suffixes(path) for path in MODULES}
+    rows = [(name, row[1]) for row in table("Shapes") for name in names(row[0])]
+    assert sorted(name for name, _ in rows) == sorted(set().union(*used.values()))
+    for name, cell in rows:
+        for other in cell.split(";")[1:]:
+            files = re.findall(r"\w[\w/]*\.py", other)
+            assert files and all(name in used[ROOT / file] for file in files), cell
 
 
 @pytest.mark.parametrize(
