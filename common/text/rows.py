@@ -7,9 +7,9 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from common.config.flags import datasets_by_name, eval_sets_of, sources_of, weights_of
 from common.config.groups import DataArgs, TrainArgs
@@ -48,14 +48,17 @@ def encode_each(
 def load_rows(flag: str, dataset: str, split: str, args: DataArgs) -> list[dict] | None:
     """Read all rows of a split, under the data's own names of columns; None if the dataset has no
     such split. Raises `ValueError` naming `flag`, the file or the row."""
-    is_alone = len(args.dataset) == 1
-    shards = open_split(flag, dataset, split, args.dataset_config, is_alone=is_alone)
+    shards = _shards(flag, dataset, split, args)
     return None if shards is None else _read(f"{flag} {dataset}", shards, args)
 
 
-def _open(flag: str, dataset: str, split_flag: str, split: str, args: DataArgs) -> list[Shard]:
+def _shards(flag: str, dataset: str, split: str, args: DataArgs) -> list[Shard] | None:
     is_alone = len(args.dataset) == 1
-    shards = open_split(flag, dataset, split, args.dataset_config, is_alone=is_alone)
+    return open_split(flag, dataset, split, args.dataset_config, is_alone=is_alone)
+
+
+def _open(flag: str, dataset: str, split_flag: str, split: str, args: DataArgs) -> list[Shard]:
+    shards = _shards(flag, dataset, split, args)
     if shards is None:
         raise ValueError(f"{flag} {dataset} has no split {split!r}: see {split_flag}")
     return shards
@@ -99,6 +102,15 @@ def _own_rows(
 # ---- training and held-out rows ----
 
 
+class Source(NamedTuple):
+    """What is read of a dataset with a weight; without weights, of all datasets together."""
+
+    name: str  # in metrics; empty without weights
+    shards: dict[str, list[Shard]]  # of each dataset
+    rows: list[dict]
+    own_split: list[dict]  # rows of `--eval_split` in these datasets; most have none
+
+
 def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
     """Read the training rows, and at most `--eval_size` rows of each held-out set. The two are
     disjoint: held-out rows are from each `--eval_dataset`, from the dataset's own `--eval_split`,
@@ -107,47 +119,43 @@ def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
     Datasets with weights have equal parts of the held-out rows. The column `_dataset` names the
     dataset of a row if training datasets have weights, and the held-out set if there are several or
     it has a name. With `--eval_every 0` there are no held-out rows."""
-    sources = {name: datasets for name, (datasets, _) in sources_of(args.dataset).items()}
+    count = len(sources_of(args.dataset))
     size = args.eval_size or EVAL_SIZE
-    if args.eval_every and size < len(sources):
-        problem = f"less than one row for each of {len(sources)} datasets"
+    if args.eval_every and size < count:
+        problem = f"less than one row for each of {count} datasets"
         raise ValueError(f"--eval_size {size}: {problem}; raise it or set --eval_every 0")
-    splits = ("--dataset_split", args.dataset_split, args)
-    shards = {dataset: _open("--dataset", dataset, *splits) for dataset in weights_of(args.dataset)}
-    train: dict[str, list[dict]] = {}
-    held_out: dict[str, list[dict]] = {}
-    for name, datasets in sources.items():
-        train[name] = [row for x in datasets for row in _read(f"--dataset {x}", shards[x], args)]
-        if args.eval_every and args.eval_dataset is None:
-            held_out[name] = _own_split(datasets, args)
+    sources, eval_sets = _read_all(args)
+    train: list[dict] = []
+    held_out: list[dict] = []
+    are_apart = count == 1 and not eval_sets  # the prompts of both sides
+    for source in sources:
+        rows, chosen, is_by_prompt = _hold_out(source, size // count, args)
+        train += _with_dataset(rows, source.name)
+        held_out += _with_dataset(chosen, source.name)
+        are_apart &= is_by_prompt
+    held_out += rename_columns(eval_sets, args.columns)
+    if held_out and not are_apart:
+        _say_shared_prompts(train, held_out)
+    return train, held_out
+
+
+def _read_all(args: TrainArgs) -> tuple[list[Source], list[dict]]:
+    """Read each source, its training rows with columns renamed, and the rows of each
+    `--eval_dataset`."""
+    flags = ("--dataset_split", args.dataset_split, args)
+    shards = {dataset: _open("--dataset", dataset, *flags) for dataset in weights_of(args.dataset)}
+    sources = []
+    for name, (datasets, _) in sources_of(args.dataset).items():
+        own = {dataset: shards[dataset] for dataset in datasets}
+        rows = [row for x in datasets for row in _read(f"--dataset {x}", own[x], args)]
+        has_own = args.eval_every and args.eval_dataset is None
+        own_split = _own_split(datasets, args) if has_own else []
+        sources.append(Source(name, own, rows, own_split))
     eval_sets = rows_of_eval_sets(args) if args.eval_every and args.eval_dataset else []
-    everything = [*chain(*train.values(), *held_out.values(), eval_sets)]
-    require_old_names(args.dataset_flag, everything, args.columns)
-    for name, rows in train.items():
-        train[name] = rename_columns(rows, args.columns)
-    are_apart = len(sources) == 1  # the prompts of both sides
-    for name, rows in held_out.items():
-        if rows:
-            are_apart = False
-            # not --seed: runs with other seeds are evaluated on the same rows
-            chosen = random.Random(0).sample(rows, min(size // len(sources), len(rows)))
-            held_out[name] = rename_columns(chosen, args.columns)
-        else:
-            train[name], held_out[name], is_by_prompt = _set_aside(
-                train[name], size // len(sources), is_given=args.eval_size is not None
-            )
-            are_apart &= is_by_prompt
-            _say_unread_splits({x: shards[x] for x in sources[name]}, args)
-    training, chosen = (
-        [row for name, rows in each.items() for row in _with_dataset(rows, name)]
-        for each in (train, held_out)
-    )
-    chosen += rename_columns(eval_sets, args.columns)
-    are_apart &= not eval_sets
-    if not are_apart and (shared := shared_prompts(training, chosen)):
-        problem = f"{len(shared)} of {len(chosen)} held-out rows have a prompt that is trained too"
-        distributed.say(f"{problem}, such as {shared[0]['_source']}")
-    return training, chosen
+    trained = chain(*(source.rows for source in sources))
+    own_splits = chain(*(source.own_split for source in sources))
+    require_old_names(args.dataset_flag, chain(trained, own_splits, eval_sets), args.columns)
+    return [x._replace(rows=rename_columns(x.rows, args.columns)) for x in sources], eval_sets
 
 
 def _own_split(datasets: Sequence[str], args: TrainArgs) -> list[dict]:
@@ -160,6 +168,20 @@ def _own_split(datasets: Sequence[str], args: TrainArgs) -> list[dict]:
     return rows
 
 
+def _hold_out(source: Source, size: int, args: TrainArgs) -> tuple[list[dict], list[dict], bool]:
+    """Return the training rows of a source, at most `size` held-out rows, and whether all rows of a
+    prompt are on one side for sure."""
+    if not args.eval_every or args.eval_dataset is not None:
+        return source.rows, [], True
+    if source.own_split:
+        # not --seed: runs with other seeds are evaluated on the same rows
+        chosen = random.Random(0).sample(source.own_split, min(size, len(source.own_split)))
+        return source.rows, rename_columns(chosen, args.columns), False
+    parts = _set_aside(source.rows, size, is_given=args.eval_size is not None)
+    _say_unread_splits(source.shards, args)
+    return parts
+
+
 def _set_aside(rows: list[dict], size: int, is_given: bool) -> tuple[list[dict], list[dict], bool]:
     """Set held-out rows aside: at most `size`, and at most a tenth of all unless `size` is given.
     Return the training rows, the others, and whether all rows of a prompt are on one side. They
@@ -170,7 +192,7 @@ def _set_aside(rows: list[dict], size: int, is_given: bool) -> tuple[list[dict],
         problem = f"no training rows left of {len(rows)}"
         raise ValueError(f"--eval_size {size}: {problem}; lower it or set --eval_every 0")
     pairs = [(row, prompt_digest(row)) for row in rows]
-    random.Random(0).shuffle(pairs)  # not --seed, see above
+    random.Random(0).shuffle(pairs)  # not --seed, see `_hold_out`
     counts = Counter(prompt for _, prompt in pairs)
     chosen: set[bytes] = set()
     left = size
@@ -224,14 +246,13 @@ def require_held_out(rows: Iterable[dict], left: Iterable[dict], why: str) -> No
         raise ValueError(f"no held-out rows {f'of {name} ' if name else ''}are left{why}")
 
 
-# ---- prompts that are trained and held out ----
-
-
-def shared_prompts(rows: Iterable[dict], held_out: Collection[dict]) -> list[dict]:
-    """Return the held-out rows whose prompt one of the rows has."""
-    if not held_out:
-        return []
+def _say_shared_prompts(rows: list[dict], held_out: list[dict]) -> None:
+    """Print how many of the held-out rows have a prompt that one of the rows has."""
     digests = [prompt_digest(row) for row in held_out]
     prompts = {*digests}
-    shared = {digest for row in rows if (digest := prompt_digest(row)) in prompts}
-    return [row for row, digest in zip(held_out, digests, strict=True) if digest in shared]
+    trained = {digest for row in rows if (digest := prompt_digest(row)) in prompts}
+    shared = [row for row, digest in zip(held_out, digests, strict=True) if digest in trained]
+    if shared:
+        count = f"{len(shared)} of {len(held_out)} held-out rows"
+        example = shared[0]["_source"]
+        distributed.say(f"{count} have a prompt that is trained too, such as {example}")
