@@ -15,7 +15,7 @@ import asyncio
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import chain
 from typing import NamedTuple
@@ -120,45 +120,27 @@ class Rewards:
 
         The numbers beside the rewards are averaged in the meter too. Raises `RunError` if more than
         `--max_reward_errors` of this step's rewards failed, over all ranks. Collective."""
+        samples = list(chain(*groups))
+        found_by_name = self._collect(groups)
+        results = {
+            name: [_or_error_of_episode(*pair) for pair in zip(found, samples, strict=True)]
+            for name, found in found_by_name.items()
+        }
+        _note(samples, results)
+        scored = weigh(results, self.weights, (len(groups), len(groups[0]) if groups else 1))
+        for name, x_PG in scored.numbers.items():
+            meter.mean(f"rewards/{name}", x_PG.nansum(), (~x_PG.isnan()).sum())
+        self._require_few_errors(results, samples, meter)
+        return scored
+
+    def _collect(self, groups: list[Group]) -> dict[str, list[Result]]:
+        """Return what each reward has returned for each sample, in the order of `--reward`."""
         begun = [self.begun.pop(group[0].number, None) or self._start(group) for group in groups]
         found = {name: model(groups) for name, model in self.models.items()}
         computed = [future.result() for future in begun]
         for name in self.scorers:
             found[name] = list(chain(*(of_group[name] for of_group in computed)))
-
-        samples = list(chain(*groups))
-        shape = (len(groups), len(groups[0]) if groups else 1)
-
-        def table(values: Iterable[float | None]) -> Tensor:
-            numbers = [math.nan if value is None else value for value in values]
-            return torch.tensor(numbers, dtype=torch.float64).reshape(shape)
-
-        by_name: dict[str, Tensor] = {}
-        numbers: dict[str, Tensor] = {}
-        rewards_PG = torch.zeros(shape, dtype=torch.float64)
-        applies_PG = torch.zeros(shape, dtype=torch.bool)
-        failed_PG = torch.zeros(shape, dtype=torch.bool)
-        for name, weight in self.weights.items():
-            results = [checked(result) for result in found[name]]
-            for i, (sample, result) in enumerate(zip(samples, results, strict=True)):
-                if sample.error and (result.error or result.value is not None):
-                    results[i] = Result(error=sample.error, numbers=result.numbers)
-                sample.feedback = results[i].feedback or sample.feedback
-            for key in dict.fromkeys(chain(*(result.numbers for result in results))):
-                x_PG = numbers[f"{name}/{key}"] = table(r.numbers.get(key) for r in results)
-                meter.mean(f"rewards/{name}/{key}", x_PG.nansum(), (~x_PG.isnan()).sum())
-            by_name[name] = table(result.value for result in results)
-            rewards_PG += weight * by_name[name].nan_to_num()
-            applies_PG |= ~by_name[name].isnan()
-            failed_PG |= table(result.error is not None for result in results).bool()
-            found[name] = results
-        for i, sample in enumerate(samples):
-            sample.reward_errors = {
-                name: found[name][i].error for name in self.weights if found[name][i].error
-            }
-        self._require_few_errors(found, samples, meter)
-        rewards_PG[~applies_PG | failed_PG] = math.nan
-        return Scored(rewards_PG, by_name, numbers)
+        return {name: found[name] for name in self.weights}
 
     def first(self, by_name: dict[str, Tensor]) -> Tensor:
         """Return the first of `--reward`, [P, G]; with by_row the one that applies. NaN where there
@@ -173,8 +155,8 @@ class Rewards:
         Collective."""
         failures = [
             f"{name} on {sample.row['_source']}: {result.error}"
-            for name in self.weights
-            for sample, result in zip(samples, results[name], strict=True)
+            for name, found in results.items()
+            for sample, result in zip(samples, found, strict=True)
             if result.error is not None
         ]
         every = list(chain(*results.values()))
@@ -222,6 +204,51 @@ async def _score(
     names = [name for name in scorers if name not in results or name == group[0].row["reward"]]
     found = await asyncio.gather(*(scorers[name](group) for name in names))
     return results | dict(zip(names, found, strict=True))
+
+
+def _or_error_of_episode(result: Result, sample: Completion) -> Result:
+    """Return the `checked` result, with the error of the episode if that failed and the reward
+    applies."""
+    result = checked(result)
+    if sample.error and (result.error or result.value is not None):
+        return Result(error=sample.error, numbers=result.numbers)
+    return result
+
+
+def _note(samples: list[Completion], results: dict[str, list[Result]]) -> None:
+    """Write the feedback and the errors of rewards into the samples."""
+    for i, sample in enumerate(samples):
+        own = {name: found[i] for name, found in results.items()}
+        for result in own.values():
+            sample.feedback = result.feedback or sample.feedback
+        sample.reward_errors = {name: result.error for name, result in own.items() if result.error}
+
+
+def weigh(
+    results: dict[str, list[Result]], weights: dict[str, float], shape: tuple[int, int]
+) -> Scored:
+    """Return the weighted sum of the results, NaN for a sample with an error or without a value."""
+    by_name = {name: table([x.value for x in found], shape) for name, found in results.items()}
+    numbers = {
+        f"{name}/{key}": table([x.numbers.get(key) for x in found], shape)
+        for name, found in results.items()
+        for key in dict.fromkeys(chain(*(result.numbers for result in found)))
+    }
+    rewards_PG = torch.zeros(shape, dtype=torch.float64)
+    applies_PG = torch.zeros(shape, dtype=torch.bool)
+    failed_PG = torch.zeros(shape, dtype=torch.bool)
+    for name, reward_PG in by_name.items():
+        rewards_PG += weights[name] * reward_PG.nan_to_num()
+        applies_PG |= ~reward_PG.isnan()
+        failed_PG |= table([x.error is not None for x in results[name]], shape).bool()
+    rewards_PG[~applies_PG | failed_PG] = math.nan
+    return Scored(rewards_PG, by_name, numbers)
+
+
+def table(values: Sequence[float | None], shape: tuple[int, int]) -> Tensor:
+    """Return the values of the samples as a table, NaN for None."""
+    numbers = [math.nan if value is None else value for value in values]
+    return torch.tensor(numbers, dtype=torch.float64).reshape(shape)
 
 
 def checked(result: Result) -> Result:
