@@ -45,6 +45,8 @@ DOORS = {
     "common.rollout.thinking": "--thinking_budget",
     "common.rollout.transformers_engine": "--engine transformers",
     "common.text.filler": "--prompt_template",
+    "common.text.folders": "--dataset FOLDER",
+    "common.text.tables": "--dataset NAME",
 }
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages.split()}
 FILES = sorted([*SCRIPTS.values(), *ROOT.glob("common/**/*.py")])

@@ -31,6 +31,7 @@ STRICT = ConfigDict(
 MAX_FLOAT = 3e38
 JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
+FILE_KINDS = ".jsonl, .json (these also as .gz or .zst), .parquet, .csv or .tsv"
 JUDGE_KINDS = ("judge:", "rank:")  # rewards that ask a chat model
 MODEL_KINDS = ("model:", *JUDGE_KINDS)  # rewards by a model
 
