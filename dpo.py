@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from common.config.flags import NamesModels, Needs, Positive
-from common.config.groups import TINY_OFFLINE, ImageArgs, OfflineArgs, PrefixArgs
+from common.config.groups import TINY_OFFLINE, ImageArgs, LengthArgs, OfflineArgs, PrefixArgs
 from common.config.parse import parse
 from common.evaluate.offline import held_out_accuracy, start_generation
 from common.metrics.meter import Meter, evaluate_sets
@@ -88,24 +88,16 @@ def loss(pairs: Pairs, args: "Args") -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @dataclass
-class Args(ImageArgs, PreferenceArgs, PrefixArgs, OfflineArgs):
+class Args(ImageArgs, PreferenceArgs, PrefixArgs, LengthArgs, OfflineArgs):
+    SEQUENCES_TOGETHER: ClassVar[int] = 2
     TINY_DEFAULTS: ClassVar[dict] = TINY_OFFLINE | dict(lr=5e-4, sft_weight=1.0)
     model: str = "tiny-sft"
     batch_size: Positive[int] = 64
     """train on this many pairs per optimizer step, over all ranks"""
-    max_length: Positive[int] | None = None
-    """limit prompt and completion together to this many tokens; default: as in the resumed run,
-    else 2048, or less if context or pack_tokens is smaller"""
-    overlong: Literal["drop", "truncate", "error"] = "drop"
-    """handle pairs with a longer completion. drop: leave them out; truncate: cut its end off (both
-    are counted); error: end the run"""
     lr: Positive[float] = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     reference_model: Annotated[NamesModels[str | None], Needs(loss=preference.REFERENCED)] = None
     """compare with this reference model: Hugging Face id or folder; default: the starting model"""
-
-    def __post_init__(self) -> None:
-        self.pack_limit.require(self.max_length, sequences=2)
 
 
 def encode_row(row: dict, columns: tuple[str, ...], encoder: Encoder, args: Args) -> list[Sample]:
@@ -178,7 +170,7 @@ def main(args: Args) -> None:
 
     # ---- data: pairs of token ids with masks, and their order ----
     path = resolve_model(args.model, weights=not args.dry_run)
-    args = fit_max_length(args, path, earlier_flags, sequences=2)
+    args = fit_max_length(args, path, earlier_flags)
     tokenizer = load_tokenizer(path, args)
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(
         encode_row, PAIR_COLUMNS, tokenizer, args, image_args=args

@@ -29,7 +29,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import NamesModels, Positive
-from common.config.groups import TINY_OFFLINE, OfflineArgs
+from common.config.groups import TINY_OFFLINE, LengthArgs, OfflineArgs
 from common.config.parse import parse
 from common.evaluate.offline import held_out_accuracy, start_generation
 from common.metrics.meter import Meter, evaluate_sets
@@ -76,17 +76,11 @@ def loss(
 
 
 @dataclass
-class Args(OfflineArgs):
+class Args(LengthArgs, OfflineArgs):
     TINY_DEFAULTS: ClassVar[dict] = TINY_OFFLINE | dict(lr=5e-4, beta=1.0)
     model: str = "tiny-sft"
     batch_size: Positive[int] = 64
     """train on this many completions per optimizer step, over all ranks"""
-    max_length: Positive[int] | None = None
-    """limit prompt and completion together to this many tokens; default: as in the resumed run,
-    else 2048, or less if context or pack_tokens is smaller"""
-    overlong: Literal["drop", "truncate", "error"] = "drop"
-    """handle longer rows. drop: leave them out; truncate: cut their end off (both are counted);
-    error: end the run"""
     lr: Positive[float] = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
@@ -100,9 +94,6 @@ class Args(OfflineArgs):
     """weigh completions whose label is false by this"""
     reference_model: NamesModels[str | None] = None
     """compare with this reference model: Hugging Face id or folder; default: the starting model"""
-
-    def __post_init__(self) -> None:
-        self.pack_limit.require(self.max_length)
 
 
 def encode_row(row: dict, columns: tuple[str, ...], encoder: Encoder, args: Args) -> list[Sample]:

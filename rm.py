@@ -18,7 +18,7 @@ rank, B on all ranks; sequences 2i and 2i + 1 are chosen and rejected of pair i.
 
 import math
 from itertools import chain
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from common.config.flags import MAX_FLOAT, NotNegative, Positive
-from common.config.groups import PrefixArgs, TrainArgs
+from common.config.groups import LengthArgs, PrefixArgs, TrainArgs
 from common.config.parse import parse
 from common.evaluate.offline import held_out_accuracy
 from common.metrics.meter import Meter, evaluate_sets
@@ -73,25 +73,17 @@ def loss(
 
 
 @dataclass
-class Args(PrefixArgs, TrainArgs):
+class Args(PrefixArgs, LengthArgs, TrainArgs):
+    SEQUENCES_TOGETHER: ClassVar[int] = 2
     output_dir: str = ""
     """write all files of the run to this folder: args.yaml, metrics.jsonl, curves.png,
     checkpoints/, hf/; default: runs/ and the name of the script"""
     batch_size: Positive[int] = 64
     """train on this many pairs per optimizer step, over all ranks"""
-    max_length: Positive[int] | None = None
-    """limit prompt and completion together to this many tokens; default: as in the resumed run,
-    else 2048, or less if context or pack_tokens is smaller"""
-    overlong: Literal["drop", "truncate", "error"] = "drop"
-    """handle pairs with a longer completion. drop: leave them out; truncate: cut its end off (both
-    are counted); error: end the run"""
     center_coefficient: NotNegative[float] = 0.0
     """add (rc + rr)^2 to the loss with this weight, rc and rr the rewards of chosen and rejected,
     which keeps the mean reward near 0 (arXiv:2312.09244)"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-
-    def __post_init__(self) -> None:
-        self.pack_limit.require(self.max_length, sequences=2)
 
 
 def encode_row(row: dict, columns: tuple[str, ...], encoder: Encoder, args: Args) -> list[Sample]:
@@ -179,7 +171,7 @@ def main(args: Args) -> None:
 
     # ---- data: pairs of token ids with masks, and their order ----
     path = resolve_model(args.model, weights=not args.dry_run)
-    args = fit_max_length(args, path, earlier_flags, sequences=2)
+    args = fit_max_length(args, path, earlier_flags)
     tokenizer = load_tokenizer(path, args)
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(
         encode_row, PAIR_COLUMNS, tokenizer, args, optional=("margin",)

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import Positive
-from common.config.groups import TINY_OFFLINE, ImageArgs, OfflineArgs, PrefixArgs
+from common.config.groups import TINY_OFFLINE, ImageArgs, LengthArgs, OfflineArgs, PrefixArgs
 from common.config.parse import parse
 from common.evaluate.offline import start_generation
 from common.metrics.meter import Meter, evaluate_sets
@@ -58,17 +58,11 @@ def loss(name: str, logprobs_T: Tensor) -> Tensor:
 
 
 @dataclass
-class Args(ImageArgs, StreamArgs, PrefixArgs, OfflineArgs):
+class Args(ImageArgs, StreamArgs, PrefixArgs, LengthArgs, OfflineArgs):
     TINY_DEFAULTS: ClassVar[dict] = TINY_OFFLINE | dict(max_steps=300, eval_every=50)
     batch_size: Positive[int] = 64
     """train on this many rows per optimizer step, over all ranks. A conversation is one sequence,
     or several if the chat template rewrites its earlier turns (docs/data.md)"""
-    max_length: Positive[int] | None = None
-    """limit a sequence to this many tokens; default: as in the resumed run, else 2048, or less if
-    context or pack_tokens is smaller"""
-    overlong: Literal["drop", "truncate", "error"] = "drop"
-    """handle longer sequences. drop: leave them out; truncate: cut their end off (both are
-    counted); error: end the run"""
     train_on: Literal["completion", "last", "all"] = "completion"
     """train on these tokens. completion: completions, or every assistant turn; last: the last
     assistant turn alone; all: prompts too"""
@@ -77,9 +71,6 @@ class Args(ImageArgs, StreamArgs, PrefixArgs, OfflineArgs):
     gradient of the factor. Evaluations always use nll, so that runs are comparable"""
     lr: Positive[float] = 2e-5
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
-
-    def __post_init__(self) -> None:
-        self.pack_limit.require(self.max_length)
 
 
 def encode_row(row: dict, columns: tuple[str, ...], encoder: Encoder, args: Args) -> list[Sample]:

@@ -46,7 +46,7 @@ def main(args: Args) -> None:
         problem = f"--output_dir {args.output_dir}: {error.strerror}; name another one"
         raise ValueError(problem) from error
     path = resolve_model(args.model)
-    args = fit_max_length(args, path, {}, sequences=2)
+    args = fit_max_length(args, path, {})
     rows = rows_of_split("--dataset", args.dataset, "--dataset_split", args.dataset_split, args)
     columns = require_columns(args.dataset_flag, rows, PAIR_COLUMNS)
     encoder = Encoder(load_tokenizer(path, args), args)

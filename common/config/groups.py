@@ -375,6 +375,25 @@ class GenerateArgs:
         return self
 
 
+@dataclass(config=STRICT)
+class LengthArgs:
+    """Long rows"""
+
+    SEQUENCES_TOGETHER: ClassVar[int] = 1
+    """sequences of a row that have to share a pack: 2 of a pair"""
+    max_length: Positive[int] | None = None
+    """limit a sequence, which is a prompt with its completion, to this many tokens; default: as in
+    the resumed run, else 2048, or less if context or pack_tokens is smaller"""
+    overlong: Literal["drop", "truncate", "error"] = "drop"
+    """handle rows with a longer sequence. drop: leave them out; truncate: cut the end of the
+    sequence off (both are counted); error: end the run"""
+
+    @model_validator(mode="after")
+    def _check_length(self: Any) -> Any:  # reads flags of `ModelArgs`
+        self.pack_limit.require(self.max_length, self.SEQUENCES_TOGETHER)
+        return self
+
+
 # ---- unions ----
 
 # Defaults for the built-in models and task, which need other values than real ones (parse.py).

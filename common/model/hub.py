@@ -225,20 +225,18 @@ def longest_sequence(path: str, args: ModelArgs, sequences: int = 1) -> Limit:
     return min(model_limit(path), Limit(tokens // sequences + 1, flag))
 
 
-def fit_max_length(
-    args: TrainArgs, path: str, earlier: dict[str, Any], sequences: int = 1
-) -> TrainArgs:
+def fit_max_length(args: TrainArgs, path: str, earlier: dict[str, Any]) -> TrainArgs:
     """Return the flags with `--max_length` filled in. If it is not given, a resumed run keeps its
-    `earlier` one, and a new run takes 2048, or less if the model's context or a pack of this many
-    `sequences` is smaller."""
+    `earlier` one, and a new run takes 2048, or less if the model's context or a pack of the
+    sequences of a row is smaller. The flags need `LengthArgs`."""
     max_length = args.max_length or earlier.get("max_length")
     context, pack = model_limit(path), args.pack_limit
     if max_length is None:
-        limit = min(context, Limit(pack.tokens // sequences, pack.flag))
+        limit = min(context, Limit(pack.tokens // args.SEQUENCES_TOGETHER, pack.flag))
         max_length = min(2048, limit.tokens)
         if max_length < 2048:
             distributed.say(f"--max_length {max_length}: the limit of {limit.flag}")
-    pack.require(max_length, sequences)
+    pack.require(max_length, args.SEQUENCES_TOGETHER)
     if max_length > context.tokens:
         problem = f"the model's context has {context.tokens} tokens"
         raise ValueError(f"--max_length {max_length}: {problem}")
