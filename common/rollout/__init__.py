@@ -1,2 +1,2 @@
-"""Engines (vLLM, transformers), episodes with environments, samplers on training ranks or dedicated
-ranks."""
+"""Sampling of completions: prompts, engines (vLLM, transformers), episodes with environments, and
+samplers on the training ranks or on dedicated ranks."""

@@ -1,4 +1,5 @@
-"""Agreement of engine and trainer on the probabilities of the sampled tokens.
+"""Do the engine and the trainer give a sampled token the same probability? Scripts that train on
+their own samples check it before an update (`require_agreement`) and log it (`measure_mismatch`).
 
 Shapes: T packed tokens in one micro-batch.
 """
@@ -21,13 +22,14 @@ from common.parallel import distributed
 def require_agreement(
     minibatches: Minibatches, step: int, args: OnlineArgs, device: torch.device
 ) -> None:
-    """Compare the log-probs of engine and trainer on all tokens that were sampled from the weights
-    after `step` steps. Collective.
+    """Compare the log-probs of engine and trainer on all tokens that the engine sampled with the
+    current weights, those after `step` steps. Tokens of older weights differ anyway. Collective.
 
-    This detects a wrong temperature or a missing weight before the update; `sync_weights` detects
-    old ones. Rounding passes: in bfloat16 the largest difference of many tokens is large, but the
-    mean and the 99.9th percentile are small. Raises `RunError` if the 99.9th percentile is above
-    `--max_logprob_difference`, or the mean above a tenth of it."""
+    This finds a wrong temperature, or a weight that the engine has not loaded, before the update
+    trains on it. (Weights of an earlier step change too little to show here: `sync_weights` finds
+    them.) Raises `RunError` if the 99.9th percentile of the differences is above
+    `--max_logprob_difference`, or their mean above a tenth of it. The maximum has no limit: in
+    bfloat16, rounding alone makes it large when there are many tokens."""
     dtype = str(compute_dtype(args, device)).removeprefix("torch.")
     limit = args.max_logprob_difference or LOGPROB_DIFFERENCE[dtype]
     on_rank = [torch.zeros(0)]
@@ -36,7 +38,7 @@ def require_agreement(
             fresh_T = mb.loss_mask_T & (mb.versions_T == step)
             on_rank.append((mb.old_logprobs_T - mb.rollout_logprobs_T)[fresh_T].abs().cpu())
     found = torch.cat(distributed.gather_objects(torch.cat(on_rank))).nan_to_num(nan=torch.inf)
-    if not len(found):  # all samples are from older weights
+    if not len(found):  # older weights sampled all tokens
         return
     mean = found.mean().item()
     high = found.sort().values[math.ceil(0.999 * len(found)) - 1].item()
@@ -51,8 +53,8 @@ def require_agreement(
 def require_rollout_agreement(
     model: Policy, groups: list[Group], step: int, args: OnlineArgs
 ) -> None:
-    """Run `require_agreement` on whole groups, for a script that trains on a part of the samples.
-    Collective."""
+    """Run `require_agreement` on all samples of `groups`. For scripts that train on some of them
+    only, such as the best of n, and so have no minibatches of all samples. Collective."""
     positions = positions_of_rank(len(groups))
     minibatches = pack_minibatches(
         groups, positions, 1, args.pack_tokens, model.device, model.share_prefix
@@ -62,9 +64,9 @@ def require_rollout_agreement(
 
 
 def measure_mismatch(meter: Meter, old_logprobs_T: Tensor, mb: PackedBatch) -> None:
-    """Measure how far the probabilities of engine and trainer differ on the sampled tokens of a
-    micro-batch: log-probs, importance ratios and their effective sample size."""
-    if not mb.num_samples:  # an empty pack, perhaps without rollout_logprobs_T
+    """Log how far engine and trainer differ on the sampled tokens of a micro-batch: differences of
+    log-probs, the ratios pi_old / pi_engine, and the effective sample size of these ratios."""
+    if not mb.num_samples:  # a pack of padding alone; it may lack rollout_logprobs_T
         return
     mask_T = mb.loss_mask_T
     name = "sampling/importance_sampling_ratio"

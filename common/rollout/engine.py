@@ -1,14 +1,14 @@
-"""Base class of the engines: turns of the model in flight.
+"""Base class of the engines. An engine samples turns of the model, many at the same time.
 
-An engine is vLLM (one per rank or per tensor-parallel group) or, where vLLM is not installed,
-transformers. A coroutine that needs a turn awaits `sample`; whoever runs the event loop calls
-`step` beside it (episodes.py):
+It is vLLM (one per rank or per tensor-parallel group) or, where vLLM is not installed,
+transformers. Each completion is a coroutine that awaits `sample` for its next turn. Between the
+coroutines, `Episodes` (episodes.py) calls `step`, which does the work:
 
-    await engine.sample(request)        in as many coroutines as there are turns in flight
-    engine.step(meter)                  a token for each of them; wakes those whose turns have ended
+    await engine.sample(request)        one coroutine for each turn in flight
+    engine.step(meter)                  adds a token to each turn; wakes those whose turn has ended
 
-Weights may change between two rounds. Turns in flight then continue under the new weights, and
-every token records the version of the weights that sampled it. On a training rank:
+The weights may change between two calls of `step`. Turns in flight then go on with the new weights,
+and every token records the version of the weights that sampled it. On a training rank:
 
     load_weights(whole_weights(policy, engine.dtype), version); step(meter) ...; sleep()
 """
@@ -37,9 +37,9 @@ from common.model.policy import compute_dtype
 from common.packs.sample import Completion
 from common.text.tokenizer import eos_token_ids
 
-# distance of the seeds of two prompts: the i-th completion of a prompt adds i to its seed
+# The i-th completion of a prompt has the seed: the prompt's seed times SEED_SPACING, plus i.
 SEED_SPACING = 1 << 16
-COMPARED = 32  # columns of each weight that a sync compares with the policy's
+COMPARED = 32  # `sync_weights` reads back this many columns of each weight and compares them
 
 
 @pydantic.dataclasses.dataclass(config=STRICT)
@@ -55,19 +55,19 @@ class TruncationArgs:
 
     @property
     def truncation(self) -> dict[str, float] | None:
-        """The flags by name, None if they keep the whole distribution."""
+        """The flags by name; None if no flag cuts anything from the distribution."""
         flags = dict(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
         return None if flags == dict(top_p=1, top_k=0, min_p=0) else flags
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options for which only some scripts have flags."""
+    """Options of an engine that only some scripts offer as flags."""
 
     image_args: ImageArgs = NO_IMAGES
     truncation_args: TruncationArgs = TruncationArgs()
     support: int = 0
-    """number of the most likely ids that are kept with each token"""
+    """return the ids of this many most likely tokens beside each sampled token"""
 
 
 NO_OPTIONS = EngineOptions()
@@ -75,7 +75,7 @@ NO_OPTIONS = EngineOptions()
 
 @dataclass(eq=False)
 class Request:
-    """A turn to sample: the engine appends its tokens to `completion`."""
+    """A turn to sample. The engine appends its tokens to `completion`."""
 
     completion: Completion
     max_tokens: int
@@ -83,7 +83,7 @@ class Request:
     temperature: float
     """0: greedy"""
     priority: int = 0
-    """smaller numbers run first; requests with the same number run in the order of submission"""
+    """smaller numbers run first; equal ones in the order in which they were submitted"""
 
     def __post_init__(self) -> None:
         self.start = len(self.completion.ids)
@@ -101,7 +101,7 @@ class SampledTurn(NamedTuple):
 
 
 def empty_completion(prompt: list[int], row: dict | None = None) -> Completion:
-    """Return a completion of `prompt`, from this data row, without tokens."""
+    """Return a completion that has its prompt, from this data row, and no sampled tokens yet."""
     size = len(prompt)
     logprobs, versions = [0.0] * size, [-1] * size
     return Completion([*prompt], [False] * size, size, row or {}, rollout_logprobs=logprobs,
@@ -109,9 +109,9 @@ def empty_completion(prompt: list[int], row: dict | None = None) -> Completion:
 
 
 class Engine:
-    """Base class of the engines, which implement its last section."""
+    """Base class of the engines. Each engine implements the methods of the last section."""
 
-    keeps_weights = False  # whether they outlast `sleep`
+    keeps_weights = False  # whether the engine still has its weights after `sleep`
 
     def __init__(
         self, path: str, args: SamplingArgs, tokenizer, device: torch.device, trained: bool,
@@ -121,51 +121,51 @@ class Engine:
         self.args = args
         self.truncation = options.truncation_args.truncation
         self.support = options.support
-        self.images = None  # with `--vision` the engine has the whole model
+        self.images = None  # reads images, if `--vision` has the engine run the whole model
         if options.image_args.vision is not None:
             with extra("images", f"--vision {options.image_args.vision}"):
                 from extras.images.features import EngineImages
             self.images = EngineImages(path, options.image_args.max_pixels)
         self.tokenizer = tokenizer
         self.eos_ids = eos_token_ids(path, tokenizer, args.prompt_format, args.stop_token_ids)
-        if self.images is not None:  # a placeholder that is sampled has no image
+        if self.images is not None:  # a sampled placeholder has no image: it ends the turn
             self.eos_ids += self.images.reader.placeholder_ids
-        # The special tokens that end a turn, BOS and padding are not part of its text. A character
-        # that ends a turn is.
+        # BOS, padding and the special tokens that end a turn are not part of its text. An ordinary
+        # token that ends a turn (--stop_token_ids) is.
         ends = {*self.eos_ids, tokenizer.bos_token_id, tokenizer.pad_token_id}
         self.silent_ids = ends & tokenizer.added_tokens_decoder.keys()
         self.device = device
         self.dtype = compute_dtype(args, device)
         self.trained = trained
-        # With tensor parallelism: the ranks that share this engine, and this rank's place there.
+        # With tensor parallelism: the ranks that share this engine, and this rank's place in them.
         self.group: dist.ProcessGroup | None = None
         self.group_rank = 0
         self.version = 0  # version of the weights
-        self.new: list[Request] = []  # requests of this rank that wait for the next round
+        self.new: list[Request] = []  # requests of this rank that the next `step` adds
         self.ended: dict[Request, asyncio.Future] = {}  # `sample` waits for these
         self.running: dict[str, Request] = {}  # requests of all ranks of this engine, by name
         self.names = map(str, count())
         with untouched_rng(), warnings.catch_warnings():
-            # vLLM walks over deprecated names of torch
+            # vLLM looks at every name in torch, deprecated ones too
             warnings.simplefilter("ignore", FutureWarning)
             self._start()
             if trained:
                 self.sleep()
 
     async def sample(self, request: Request) -> None:
-        """Append a turn to the completion of a request.
+        """Sample a turn and append it to the completion of the request. Returns when it has ended.
 
         Tokens are sampled from softmax(logits / temperature) (temperature 0: greedy), truncated by
-        the flags of `TruncationArgs`, and `logprobs` belong to that distribution. An EOS ends a
-        turn and is part of it, and so is the token that completes one of `--stop`."""
+        the flags of `TruncationArgs`. Their log-probs belong to that distribution. The turn ends
+        with, and includes, an EOS or the token that completes one of the `--stop` strings."""
         ended = self.ended[request] = asyncio.get_running_loop().create_future()
         self.new.append(request)
         await ended
 
     def step(self, meter: Meter) -> None:
-        """Run a round, outside of the event loop: a token for each request, or a whole turn from
-        an engine that cannot be interrupted. Measure the number of requests in flight. Collective
-        with tensor parallelism."""
+        """Run a round: sample a token for each request or, if the engine cannot be interrupted, a
+        whole turn. Call it outside of the event loop. Logs how many requests are in flight.
+        Collective with tensor parallelism."""
         for rank, requests in enumerate(self.gather_in_engine(self.new)):
             for request in self.new if rank == self.group_rank else requests:
                 name = next(self.names)
@@ -188,21 +188,21 @@ class Engine:
             completion.finish_reason = turn.finish_reason
             completion.text = self.text_of(turn.ids)
             ended = self.ended.pop(request, None)
-            # None: the request of another rank. Done: its episode was cancelled.
+            # None: another rank waits for this request. Done: its episode was cancelled.
             if ended is not None and not ended.done():
                 ended.set_result(None)
 
     def text_of(self, turn: list[int], cut: bool = True) -> str:
-        """Decode a turn, up to its first stop string unless `cut` is false. Special tokens such as
-        <think>, which a reward or an environment may read, are text."""
+        """Decode a turn and, if `cut`, end the text before its first stop string. Special tokens
+        such as <think> stay in the text: a reward or an environment may read them."""
         ids = [token for token in turn if token not in self.silent_ids]
         text = self.tokenizer.decode(ids, skip_special_tokens=False)
         stops = [text.index(string) for string in self.args.stop if cut and string in text]
         return text[: min(stops, default=None)]
 
     def gather_in_engine(self, value: object) -> list:
-        """Return `value` of every rank that shares this engine. Collective over them. For small
-        values: it pickles."""
+        """Return the `value` of every rank that shares this engine. Collective over these ranks.
+        Keep the values small: they are pickled."""
         if self.group is None:
             return [value]
         values: list = [None] * dist.get_world_size(self.group)
@@ -215,7 +215,7 @@ class Engine:
         raise NotImplementedError
 
     def _add(self, name: str, request: Request) -> None:
-        """Prepare the sampling of a new request, which is in `running`."""
+        """Submit a new request. It is already in `running`."""
 
     def _step(self, meter: Meter) -> list[tuple[str, SampledTurn]]:
         """Run a round and return the turns that have ended, by the names of their requests."""
@@ -227,12 +227,12 @@ class Engine:
         raise NotImplementedError
 
     def held_weights(self) -> Iterator[tuple[str, tuple, Callable[[], Tensor]]]:
-        """Yield the name of each weight that can be compared with the policy's, the index of a
-        part in the whole weight, and a function that reads this part."""
+        """Yield, for each weight that can be compared with the policy's: its name, the index of a
+        small part of it, and a function that reads this part from the engine."""
         raise NotImplementedError
 
     def sleep(self) -> None:
-        """Release memory for the trainer, if the engine can. Turns in flight are dropped."""
+        """Release memory for the trainer, if the engine can. Drops the turns in flight."""
 
     def close(self) -> None:
         """Shut down, on every rank, before `distributed.cleanup`."""
@@ -240,7 +240,7 @@ class Engine:
 
 @contextlib.contextmanager
 def untouched_rng() -> Iterator[None]:
-    """Restore the global random generators, from which engines draw at start and while sampling."""
+    """Restore the global random generators at the end: engines draw from them too."""
     numpy_state = np.random.get_state()
     python_state = random.getstate()
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):

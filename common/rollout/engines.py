@@ -1,4 +1,4 @@
-"""The choice of an engine."""
+"""`make_engine`: vLLM or transformers, as `--engine` says."""
 
 import importlib.util
 
@@ -16,17 +16,17 @@ def make_engine(
     path: str, args: SamplingArgs, tokenizer, device: torch.device, trained: bool = True,
     options: EngineOptions = NO_OPTIONS,
 ) -> Engine:  # fmt: skip
-    """Return the engine of `--engine` with the checkpoint in folder `path`. Call after
-    `load_policy`. It sleeps until `load_weights`; if no model is `trained`, it is awake with the
-    weights of the checkpoint.
+    """Return the engine that `--engine` names, for the checkpoint in folder `path`. If the model is
+    `trained`, the engine sleeps until `load_weights` gives it the policy's weights; else it is
+    awake and has those of the checkpoint. Call after `load_policy`: vLLM takes the memory left.
 
-    Raises `ValueError` for `--engine vllm` without vLLM, or a model or flag that vLLM refuses."""
+    Raises `ValueError` if vLLM is asked for and not installed, or refuses the model or a flag."""
     is_installed = importlib.util.find_spec("vllm") is not None
     if args.engine == "vllm" and not is_installed:
         raise ValueError(
             "--engine vllm: vllm is not installed; use --engine transformers, which is slower"
         )
-    reason = None  # why auto takes transformers
+    reason = None  # why --engine auto takes transformers
     if not is_installed:
         reason = "vllm is not installed: sampling with transformers, which is slower"
     elif device.type == "cpu" and num_delta_nets(load_config(path).get_text_config()):
@@ -35,7 +35,7 @@ def make_engine(
         return VLLMEngine(path, args, tokenizer, device, trained, options)
     if args.tensor_parallel_size > 1 or args.engine_args:
         raise ValueError("--tensor_parallel_size and --engine_args need --engine vllm")
-    if args.engine == "auto" and distributed.rank() == 0:  # also on a rollout rank
+    if args.engine == "auto" and distributed.rank() == 0:  # `say` is silent on rollout ranks
         print(reason, flush=True)
     from common.rollout.transformers_engine import TransformersEngine
 

@@ -1,14 +1,14 @@
-"""`--environment`: it answers the model between its turns. An environment is a class whose
-constructor takes no arguments; each episode has an object of its own:
+"""`--environment`: it answers the model between the model's turns. An environment is a class whose
+constructor takes no arguments. Each episode gets its own object of the class:
 
     reset(example: dict) -> messages                   the prompt of a data row, the same every time
     step(completion: str) -> messages, reward, done    the answer to one turn of the model
 
 `--reward environment` is the sum of the rewards of the turns.
 
-An environment runs in a process (common/workers/pool.py): if it hangs or dies, only its episode
-fails. The tokens of a turn stay as they were sampled. An answer becomes the token ids that the chat
-template gives it, without loss."""
+An environment runs in a process of its own (common/workers/pool.py): if it hangs or dies, only its
+episode fails. The model's turns keep the tokens that were sampled. The environment's answers are
+put into token ids by the chat template, and the loss leaves them out."""
 
 import copy
 import sys
@@ -44,8 +44,8 @@ def load_environment(name: str) -> type:
 
 
 def prompt_maker_of_environment(args: CompletionArgs) -> Callable[[dict], list[Message]]:
-    """Return the function row -> prompt of the environment, the messages of its reset. It raises
-    `ValueError` naming the row that the environment cannot use."""
+    """Return a function that makes the prompt of a data row: the messages that the environment's
+    `reset` returns for it. It raises `ValueError` for a row that the environment cannot use."""
     environment = load_environment(args.environment)
 
     def first_messages(row: dict) -> list[Message]:
@@ -73,14 +73,14 @@ def prompt_maker_of_environment(args: CompletionArgs) -> Callable[[dict], list[M
 
 
 def last_token(completion: Completion, args: CompletionArgs) -> int | None:
-    """Return the last token of a turn that may lack its EOS, for `Encoder.reply`."""
+    """Return the last token of the turn if it may lack its EOS, for `Encoder.reply`; else None."""
     has_eos = completion.finish_reason == "stop" and not (args.stop or args.stop_token_ids)
     return None if has_eos else completion.ids[-1]
 
 
 def episode_server(target: str, argument: object = None) -> ForkServer:
-    """Return a server that makes a process for each episode. Each takes an open file here and one
-    in the server, so raise the limit on open files as far as the system allows."""
+    """Return a server that starts a process for each episode. Each process takes an open file here
+    and one in the server, so this raises the limit on open files as far as the system allows."""
     if sys.platform == "linux":
         import resource
 
@@ -90,7 +90,7 @@ def episode_server(target: str, argument: object = None) -> ForkServer:
 
 
 class Environments:
-    """The partner of `--environment`."""
+    """The partner (`partner_of`) for `--environment`: begins an episode for each completion."""
 
     def __init__(self, args: SamplingArgs, engine: Engine):
         self.args = args
@@ -105,8 +105,8 @@ class Environments:
 
 
 class EnvironmentEpisode:
-    """One environment, in its process. Its `reset` follows the first turn of the model: the prompt
-    is known from the start of the run."""
+    """One environment, in its process. Its `reset` is called only after the model's first turn: the
+    prompt, which `reset` returns, has been known since the start of the run."""
 
     def __init__(self, environments: Environments, row: dict):
         self.row = row
@@ -115,7 +115,7 @@ class EnvironmentEpisode:
         self.process = Process(environments.server)
 
     async def answer(self, completion: Completion) -> list[int] | None:
-        """Return the ids of the environment's messages; see `Episode` in episodes.py."""
+        """Return the ids of the environment's next messages; see `Episode` in episodes.py."""
         doing = "reset"
         try:
             if completion.turns == 1 and await self._call("reset", self.row) != self.row["_prompt"]:
@@ -134,7 +134,7 @@ class EnvironmentEpisode:
         self.process.close()
 
     async def _call(self, method: str, *arguments: object) -> object:
-        """Return what a method of the environment returns. Raises `Failure` for an error in it."""
+        """Call a method of the environment in its process. Raises `Failure` if the method fails."""
         result = await self.process.call(method, *arguments, seconds=self.args.answer_seconds)
         if result.error is not None:
             raise Failure(result.error)

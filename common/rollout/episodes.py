@@ -1,8 +1,9 @@
-"""Completions of prompts: one coroutine for each, beside the engine.
+"""Complete prompts with an engine: each completion is a coroutine.
 
-A completion has one turn of the model or, with `--environment`, `--tools` or `--agent`, several:
-its partner answers the model between them. Completions do not wait for each other: the engine
-samples the turns of all of them, and a prompt is complete when its last completion has ended."""
+A completion has one turn of the model. With `--environment`, `--tools` or `--agent` it may have
+several: a partner (the environment, the tools, the agent) answers the model between them.
+Completions do not wait for each other: the engine samples the turns of all of them at the same
+time. A prompt is complete when its last completion has ended."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
@@ -17,25 +18,25 @@ from common.packs.sample import Completion, Group
 from common.parallel import distributed
 from common.rollout.engine import SEED_SPACING, Engine, Request, empty_completion
 
-OnComplete = Callable[[Group], None]  # gets a group as soon as its last completion has ended
-WAIT = 0.02  # seconds that a round waits for a request while nothing is sampled
+OnComplete = Callable[[Group], None]  # called with a group when its last completion has ended
+WAIT = 0.02  # while the engine has nothing to sample, a round waits so long for a request (seconds)
 
 
 class Episode(Protocol):
-    """A completion as its partner sees it."""
+    """The partner's side of one completion."""
 
     async def answer(self, completion: Completion) -> list[int] | None:
-        """Return the ids that follow the last turn of the completion, or None if it is over. Put
-        an error into `completion.error` and rewards into `completion.turn_rewards`."""
+        """Return the ids to append after the model's last turn, or None if the episode is over.
+        Errors go into `completion.error`, rewards into `completion.turn_rewards`."""
 
     def end(self, completion: Completion) -> None:
-        """End the episode, after its last answer or before its first one."""
+        """End the episode. It may not have given its first answer yet."""
 
 
 def partner_of(args: SamplingArgs) -> type | None:
-    """Return the class of `--environment`, `--tools` or `--agent`; None for completions of one
-    turn. An object `partner(args, engine)` has `begin(row) -> Episode` and `close()`. An agent
-    writes the prompts itself: for `begin` it has `async play(prompt, index) -> Completion`."""
+    """Return the class of the partner for `--environment`, `--tools` or `--agent`; None if
+    completions have one turn. A `partner(args, engine)` has `begin(row) -> Episode` and `close()`;
+    an agent writes its prompts, so it has `async play(prompt, index) -> Completion` for `begin`."""
     if args.agent is not None:
         with extra("agents", f"--agent {args.agent}"):
             from extras.agents.agents import Agents
@@ -74,21 +75,21 @@ class PromptRequest:
 
 
 def is_own(number: int) -> bool:
-    """Return whether this rank receives the completions of a prompt and scores them."""
+    """Return whether this rank receives and scores the completions of prompt `number`."""
     return number % distributed.world_size() == distributed.rank()
 
 
 def in_order(groups: Iterable[tuple[int, Group]]) -> list[Group]:
-    """Return what `Episodes.generate` yields in the order of the prompts' numbers."""
+    """Sort what `Episodes.generate` yields by the numbers of the prompts."""
     return [group for _, group in sorted(groups, key=lambda pair: pair[0])]
 
 
 class Episodes:
-    """Prompts in flight.
+    """The prompts in flight, and the engine that completes them.
 
-    A completion has at most `--max_turns` turns and, with the partner's answers, `--max_new_tokens`
-    tokens; if a limit truncates it, its finish_reason is `length`. Every turn has a seed of its
-    own, so completions depend neither on the number of ranks nor on each other."""
+    A completion has at most `--max_turns` turns, and at most `--max_new_tokens` tokens in all turns
+    and answers together. If a limit cuts it, its finish_reason is `length`. Every turn has a seed
+    of its own, so completions depend neither on the number of ranks nor on each other."""
 
     def __init__(self, engine: Engine, args: SamplingArgs):
         self.engine = engine
@@ -105,11 +106,11 @@ class Episodes:
             self.sample = ThinkingBudget(args.thinking_budget, engine).sample
 
     def add(self, prompt: PromptRequest) -> None:
-        """Begin the completions of a prompt."""
+        """Queue all completions of a prompt. `advance` samples them."""
         self.prompts[prompt.number] = self.loop.create_task(self._complete(prompt))
 
     def advance(self, meter: Meter) -> dict[int, Group]:
-        """Run a round of the engine, then let all completions go on that wait for nothing else.
+        """Run a round of the engine, then let the completions react to the turns that have ended.
         Return the groups that are complete now, by the number of their prompt. Collective with
         tensor parallelism."""
         self.engine.step(meter)
@@ -120,9 +121,9 @@ class Episodes:
     def generate(
         self, prompts: list[PromptRequest], meter: Meter, stops: bool = True
     ) -> Iterator[tuple[int, Group]]:
-        """Yield the number and the completions of each of this rank's prompts as soon as they are
-        complete. If it `stops`, a signal ends this after a round, without the groups in flight.
-        Nothing else may be in flight. Collective with tensor parallelism."""
+        """Complete this rank's `prompts`. Yield the number and the group of each as soon as it is
+        complete. If `stops`, a stop signal ends this after the present round, and drops the groups
+        in flight. No other prompts may be in flight. Collective with tensor parallelism."""
         for prompt in prompts:
             self.add(prompt)
         while True:
@@ -133,15 +134,15 @@ class Episodes:
             yield from self.advance(meter).items()
 
     def close(self) -> None:
-        """End the completions in flight, and the partner."""
+        """Cancel the completions in flight, and close the partner."""
         self.runner.close()
         if self.partner is not None:
             self.partner.close()
 
     async def _go_on(self) -> None:
-        """Let the coroutines run. While nothing is sampled, wait a moment for a request or an end
-        of a completion."""
-        for _ in range(5):  # an agent needs five rounds from an answer to its next request
+        """Let the coroutines run. If the engine then has nothing to sample (all completions wait
+        for their partners), wait a moment for a request, or for a completion that ends."""
+        for _ in range(5):  # an agent takes five turns of the loop from an answer to its request
             await asyncio.sleep(0)
         until = self.loop.time() + WAIT
         while self.prompts and not (self.engine.running or self.engine.new):
@@ -157,7 +158,7 @@ class Episodes:
         return group
 
     async def _play(self, prompt: PromptRequest, index: int) -> Completion:
-        """Return a completion: turns of the model, and between them the answers of its partner."""
+        """Sample one completion: the model's turns and, between them, the partner's answers."""
         completion = empty_completion(prompt.ids, prompt.row)
         room = self.args.max_new_tokens
         if self.partner is None:

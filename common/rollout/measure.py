@@ -1,4 +1,4 @@
-"""Measurements of a rollout: lengths, truncation and rewards.
+"""Measurements of a rollout that scripts log or subtract: lengths, truncation and rewards.
 
 Shapes: P prompts on this rank, G samples per prompt.
 """
@@ -17,13 +17,13 @@ from common.parallel import distributed
 
 
 def lengths(groups: list[Group]) -> Tensor:
-    """Return the number of tokens of each completion, with an environment's answers, [P, G] int64;
-    the longest branch counts if there are several."""
+    """Return the number of tokens of each completion, [P, G] int64. An environment's answers count
+    too. If an agent's completion has several branches, this is the length of the longest."""
     return _table(groups, lambda sample: sample.longest, torch.int64)
 
 
 def trained_counts(groups: list[Group]) -> Tensor:
-    """Return the number of trained tokens of each completion and its branches, [P, G] int64."""
+    """Return the number of trained tokens of each completion, with its branches, [P, G] int64."""
     return _table(groups, lambda x: sum(sum(each.loss_mask) for each in x.sequences), torch.int64)
 
 
@@ -33,7 +33,8 @@ def truncation_penalties(groups: list[Group], penalty: float) -> Tensor:
 
 
 def _table(groups: list[Group], value: Callable[[Completion], float], dtype: torch.dtype) -> Tensor:
-    """Return the values as [P, G]; [0, 1] without groups, for `distributed.join_rows`."""
+    """Return `value` of each sample, [P, G]. Without groups the shape is [0, 1], since this rank
+    does not know G; `distributed.join_rows` accepts that."""
     table = torch.tensor([[value(sample) for sample in group] for group in groups], dtype=dtype)
     return table.reshape(len(groups), -1 if groups else 1)
 
@@ -45,8 +46,8 @@ def measure_groups(
     named_rewards: dict[str, Tensor],
     warn: bool = False,
 ) -> None:
-    """Measure rewards and lengths of this rank's groups; a reward of NaN is missing. If
-    `warn`, for the first rollout of a run, rank 0 prints warnings; then collective."""
+    """Log rewards and lengths of this rank's groups. A reward of NaN is missing and not counted.
+    `warn`: rank 0 prints what `warnings` finds, for the first rollout of a run; then collective."""
     if warn:
         for warning in warnings(groups, rewards_PG, bool(named_rewards)):
             distributed.say(f"warning: in the first rollout {warning}")
@@ -75,8 +76,8 @@ def measure_groups(
 
 
 def warnings(groups: list[Group], rewards_PG: Tensor, has_rewards: bool = True) -> list[str]:
-    """Return the problems of a rollout of all ranks with the flags that may solve them. Collective.
-    `has_rewards`: whether the run has rewards."""
+    """Return what looks wrong in a rollout of all ranks, with the flags that may solve it.
+    `has_rewards`: whether the run has rewards. Collective."""
     ends = [sample.finish_reason for sample in chain(*groups)]
     cut_off = int(distributed.all_sum(ends.count("length")))
     samples = int(distributed.all_sum(len(ends)))

@@ -1,4 +1,4 @@
-"""Rows -> prompts as token ids, for the scripts that sample."""
+"""Data rows -> prompts as token ids, for eval.py and for scripts that train on their samples."""
 
 from array import array
 from collections import defaultdict
@@ -74,9 +74,9 @@ def load_prompts(
     also_read: Sequence[str] = (),
     image_args: ImageArgs = NO_IMAGES,
 ) -> tuple[Prompts, Prompts]:
-    """Return the prompts of the training rows and of the held-out ones, see `encode_prompts`.
-    `also_read`: columns that the script reads besides. Raises `ValueError` naming the flag or the
-    row."""
+    """Read the data. Return the prompts of the training rows and those of the held-out rows, made
+    by `encode_prompts`. `also_read`: columns that the script itself reads, beside the prompt and
+    the rewards. Raises `ValueError` naming the flag or the row."""
     row_check(args)  # refuses unknown rewards before anything slow
     rows, held_out_rows = train_and_eval_rows(args)
     columns = prompt_columns(args, [*rows, *held_out_rows], also_read)
@@ -92,7 +92,7 @@ def load_prompts(
 
 
 def show_first(prompts: Prompts, tokenizer) -> None:
-    """Print the first prompt as the model reads it, on rank 0. An agent writes its own."""
+    """Print the first prompt as the model will read it, on rank 0. An agent writes it later."""
     ids, row = prompts[0]
     text = Sample(ids, [], row=row).decoded(tokenizer, ids) if ids else "written by the agent"
     if len(text) > 2000:
@@ -101,10 +101,11 @@ def show_first(prompts: Prompts, tokenizer) -> None:
 
 
 def prompt_columns(args: SamplingArgs, rows: list[dict], also_read: Sequence[str] = ()) -> Columns:
-    """Return the column that holds the prompts: `_prompt`, which `encode_prompts` makes, with
-    `--prompt_template` or `--environment`, else one of `PROMPT_COLUMNS`; none with `--agent`, whose
-    prompts are empty. Raises `ValueError` if the data has none, and for a column that by its name
-    belongs to the prompt but that neither the script nor a reward reads."""
+    """Return the column that holds the prompts, as a tuple. With `--prompt_template` or
+    `--environment` it is `_prompt`, which `encode_prompts` fills; else the data must have one of
+    `PROMPT_COLUMNS`. The tuple is empty with `--agent`: an agent writes its prompts itself. Raises
+    `ValueError` if there is no such column, or if nothing reads one whose name says that it belongs
+    to the prompt."""
     if args.agent is not None:
         partner_of(args).load(args.agent)  # refuses a bad file before anything slow
         return ()
@@ -120,7 +121,7 @@ def say_not_named(
 ) -> None:  # fmt: skip
     """Print the columns that nothing reads, unless the user's code may read them."""
     named, is_all = columns_of_rewards(args, rows)
-    template: set[str] = set()  # columns that it reads
+    template: set[str] = set()  # columns that the prompt template reads
     if args.prompt_template:
         from common.text.filler import columns_of
 
@@ -139,17 +140,17 @@ def encode_prompts(
     rows: list[dict], columns: Columns, encoder: Encoder, limit: Limit, args: SamplingArgs,
     shot_args: ShotArgs = NO_SHOTS,
 ) -> Prompts:  # fmt: skip
-    """Return the prompts of `rows`. Raises `ValueError` for a row that the template, the
-    environment or a reward cannot use, and for a prompt that with `--max_new_tokens` is longer than
-    the `limit`; `--on_bad_row skip` and `--overlong drop` leave such rows out, and at least one
-    must be left."""
+    """Return the prompts of `rows` as token ids. `--on_bad_row skip` leaves out rows that the
+    template, the environment or a reward cannot use. `--overlong drop`, and skip too, leaves out
+    prompts that together with `--max_new_tokens` are longer than the `limit`. Raises `ValueError`
+    for such a row without these flags, and if no row is left."""
     if any(i >= encoder.ids_end for i in args.stop_token_ids):
         raise ValueError(f"--stop_token_ids: the ids of the model end at {encoder.ids_end - 1}")
     room = limit.tokens - args.max_new_tokens
     if rows and room < 1:
         problem = f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt"
         raise ValueError(f"{problem} in {limit.flag}; lower it")
-    makers = {}  # functions that make a column from the row, by its name
+    makers = {}  # functions that compute a column from the row, by the name of the column
     if args.environment is not None:
         from common.rollout.environments import prompt_maker_of_environment
 
@@ -194,15 +195,16 @@ def encode_prompts(
 
 # ---- --prompt_template, with solved examples (few-shot) ----
 
-PLACE = ("_folder", "_source")  # identify a row: files in several folders may have one name
+PLACE = ("_folder", "_source")  # identify a row: files in two folders may have the same name
 
 
 def template_maker(args: SamplingArgs, shot_args: ShotArgs) -> Callable[[dict], str]:
-    """Return the function row -> prompt. `{shots}` are the first `--shots` rows of `--shots_split`
-    with the row's value in `--shots_by`, but never the row itself.
+    """Return a function that makes the prompt of a data row. `{shots}` in the template stands for
+    the first `--shots` rows of `--shots_split`; with `--shots_by`, the first that have the row's
+    value in this column. A row is never an example for itself.
 
-    Raises `ValueError` if the data has no such split. The function raises it for a row that the
-    template cannot use, or that has too few examples."""
+    Raises `ValueError` if the data has no such split. The function raises it if the template cannot
+    use the row, or if there are too few examples for it."""
     from common.text.filler import template_filler
 
     fill = template_filler("--prompt_template", args.prompt_template)
@@ -211,7 +213,7 @@ def template_maker(args: SamplingArgs, shot_args: ShotArgs) -> Callable[[dict], 
     fill_shot = template_filler("--shot_template", shot_args.shot_template)
     column = shot_args.shots_by
     group_of = template_filler(f"--shots_by {column}", f"{{{column}}}" if column else "")
-    datasets = list(weights_of(args.dataset))  # the names alone
+    datasets = list(weights_of(args.dataset))  # the names without the weights
     advice = "--shots_split, or set --shots 0"
     examples = defaultdict(list)
     for example in rows_of_split("--dataset", datasets, advice, shot_args.shots_split, args):

@@ -1,12 +1,11 @@
 """`--rollout_ranks`: sampling on dedicated ranks while the other ranks train (Noukhovitch et al.
 2024, arXiv:2410.18252).
 
-Rank 0 sends the prompts of a step and of up to `--max_staleness` further steps to the rollout
-ranks. A rollout rank samples its part of them and sends each complete group to the rank that will
-train on it. A step waits for the groups that it needs.
-
-Before that, rank 0 broadcasts the present weights. Their version is the number of finished steps.
-The rollout ranks interrupt their completions, load the weights and go on."""
+At each step rank 0 sends an order to the rollout ranks: load the new weights, which it broadcasts
+next, and sample the prompts of this step and of up to `--max_staleness` further steps. They
+interrupt their completions, load the weights and go on. The version of the weights is the number of
+finished steps. A rollout rank samples its part of the prompts, and sends each complete group to the
+training rank that scores it (`is_own`). A step waits until its groups have arrived."""
 
 import pickle
 import queue
@@ -42,13 +41,13 @@ class SamplingOrder:
     """prompts of all rollout ranks; each takes its own"""
     version: int
     weights: list[tuple[str, torch.Size, torch.dtype]]
-    """name, shape and dtype of each weight that rank 0 broadcasts next, in this order; none if the
-    engine has these weights"""
+    """name, shape and dtype of each weight that rank 0 broadcasts next, in this order; empty if the
+    engine already has the weights of this version"""
 
 
 @dataclass
 class SampledGroup:
-    """A complete group, from a rollout rank to the rank that will train on it."""
+    """From a rollout rank to the training rank that scores it: a complete group."""
 
     group: Group
     meter: Meter
@@ -58,11 +57,10 @@ class SampledGroup:
 class Channel:
     """Messages between the training ranks and the rollout ranks.
 
-    A thread listens to each sender, so that a message is taken at once, whatever this rank does."""
+    One thread listens to each sender: messages are read at once, also during a training step."""
 
     def __init__(self, receive: Callable[[object], None]) -> None:
-        """`receive` is called with each message, in the threads. Collective over all ranks of the
-        launch."""
+        """The threads call `receive` with each message. Collective over all ranks of the launch."""
         ranks = [*distributed.training_ranks, *distributed.rollout_ranks]
         self.link = distributed.link("messages", ranks, torch.device("cpu"))
         # Of the training ranks only rank 0 sends.
@@ -75,13 +73,13 @@ class Channel:
             thread.start()
 
     def send(self, message: object, rank: int) -> None:
-        """Send a message to a rank of the launch. None is the last one."""
+        """Send a message to a rank of the launch. None says that no more will come."""
         data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         for x in (torch.tensor([len(data)]), data):
             self.link.send([x], rank, 0).wait()
 
     def close(self) -> None:
-        """Wait for the last message of each sender."""
+        """Wait until every sender has sent its last message."""
         for thread in self.threads:
             thread.join()
 
@@ -95,12 +93,12 @@ class Channel:
                 self.link.recv([data], rank, 0).wait()
                 message = pickle.loads(data.numpy())
                 receive(message)
-        except Exception as error:  # the sender has died, or a bug: without this the run would hang
+        except Exception as error:  # a dead sender or a bug: if only this thread ended, all hang
             process.fail_in_thread(error)
 
 
 def weights_link(device: torch.device) -> torch.distributed.ProcessGroup:
-    """Return the group in which rank 0 broadcasts weights to the rollout ranks."""
+    """Return the process group in which rank 0 broadcasts weights to the rollout ranks."""
     return distributed.link("weights", [0, *distributed.rollout_ranks], device)
 
 
@@ -114,7 +112,7 @@ def close_link(link: torch.distributed.ProcessGroup | None) -> None:
 
 
 class RolloutRanks:
-    """The engines of the rollout ranks, in place of a `ColocatedEngine` (sampler.py)."""
+    """The rollout ranks, as a training rank sees them; replaces `ColocatedEngine` (sampler.py)."""
 
     def __init__(self, policy: Policy, args: OnlineArgs, on_complete: OnComplete):
         self.policy = policy
@@ -123,8 +121,8 @@ class RolloutRanks:
         self.steps_ahead = args.max_staleness
         self.dtype = compute_dtype(args, policy.device)
         self.rows: dict[int, dict] = {}  # prompts in flight that this rank will train on
-        self.arrived: dict[int, SampledGroup] = {}  # complete, and no step has taken them yet
-        self.channel = Channel(self._receive)  # waits until the rollout ranks have started
+        self.arrived: dict[int, SampledGroup] = {}  # complete groups that no step has taken yet
+        self.channel = Channel(self._receive)  # this waits until the rollout ranks have started
         self.link = weights_link(policy.device) if distributed.is_main() else None
         self.weights = [(name, x.shape, x.dtype) for name, x in whole_weights(policy, self.dtype)]
         self.version: int | None = None  # version of the weights on the rollout ranks
@@ -145,13 +143,15 @@ class RolloutRanks:
         self, requests: list[PromptRequest], own_numbers: list[int], step: int, meter: Meter,
         stops: bool = True,
     ) -> list[Group]:  # fmt: skip
-        """Order the prompts of all ranks from the rollout ranks, and send the weights after `step`
-        steps unless they have them. Then wait for the groups of this rank's `own_numbers`, some of
-        which may have been ordered before, and return them. If it `stops`, a stop signal ends the
-        wait, and only the groups that have arrived are returned. Measure the ages of their weights,
-        and how long both roles waited since the last call. Collective."""
+        """Have the rollout ranks complete the `requests` of all ranks with the weights after `step`
+        steps; send the weights first if they are new. Then wait for the groups of this rank's
+        `own_numbers`, some of which an earlier step has requested, and return them. If `stops`, a
+        stop signal ends the wait, and only the groups that have arrived are returned.
+
+        Logs the age of the weights that sampled the groups, and how long training ranks and rollout
+        ranks have waited since the last call. Collective."""
         self.rows |= {each.number: each.row for each in requests if is_own(each.number)}
-        distributed.barrier()  # no group comes to a rank before it knows the rows
+        distributed.barrier()  # a group must not reach a rank that does not know its row yet
         self._send(requests, step, meter)
         began = time.perf_counter()
         with meter.time("rollout"):
@@ -159,7 +159,7 @@ class RolloutRanks:
             while not (needed <= self.arrived.keys() or (stops and distributed.stop_heard())):
                 time.sleep(0.005)
         now = time.perf_counter()
-        if any(each.number < 0 for each in requests):  # held-out: this time does not count
+        if any(each.number < 0 for each in requests):  # held-out prompts: do not count their time
             self.last_wait += now - began
         else:
             meter.mean("idle/training_ranks", now - began, now - self.last_wait)
@@ -175,13 +175,13 @@ class RolloutRanks:
         is_new = self.version != step
         self.version = step
         if distributed.is_main():
-            if not self.args.has_turns:  # rows may be large; an engine reads their images only
+            if not self.args.has_turns:  # rows may be large, and the engine reads only their images
                 requests = [
                     replace(each, row=dict(_images=each.row.get("_images"))) for each in requests
                 ]
             order = SamplingOrder(requests, step, self.weights if is_new else [])
             for engine in distributed.rollout_ranks[:: self.args.tensor_parallel_size]:
-                self.channel.send(order, engine)  # to the first rank of each engine
+                self.channel.send(order, engine)  # `engine` is the first of its ranks
         if is_new:
             with meter.time("sync"):
                 for _, weight in whole_weights(self.policy, self.dtype):
@@ -189,7 +189,8 @@ class RolloutRanks:
                         self.link.broadcast(weight, 0).wait()
 
     def _receive(self, message: SampledGroup | None) -> None:
-        """Give a group its data row and hand it on at once. Runs in the threads of the channel."""
+        """Take a group: give it its data row, and pass it to `on_complete` at once, which starts
+        its rewards while the main thread still trains. Runs in the threads of the channel."""
         if message is not None:  # None: the last message
             row = self.rows.pop(message.group[0].number)
             for sequence in chain(*(completion.sequences for completion in message.group)):
@@ -199,7 +200,7 @@ class RolloutRanks:
 
 
 def measure_staleness(meter: Meter, groups: list[Group], step: int) -> None:
-    """Log the age in steps of the weights that sampled the completions of step `step`."""
+    """Log how many steps old the weights were that sampled the completions of step `step`."""
     for completion in chain(*(sample.sequences for sample in chain(*groups))):
         ages = [step - version for version in completion.versions if version >= 0]
         spread = max(ages) - min(ages)
@@ -220,7 +221,7 @@ def serve_until_end(args: OnlineArgs, device: torch.device, options: EngineOptio
     inbox: queue.Queue[SamplingOrder | None] = queue.Queue()
     channel = Channel(inbox.put)
     link = weights_link(device)
-    process.note_signals()  # a stop can reach the training ranks now
+    process.note_signals()  # from here on this rank passes a stop signal on to the training ranks
     _sample_until_end(engine, episodes, inbox, channel, link)
     for rank in distributed.training_ranks:
         channel.send(None, rank)
@@ -234,11 +235,12 @@ def serve_until_end(args: OnlineArgs, device: torch.device, options: EngineOptio
 def _sample_until_end(
     engine: Engine, episodes: Episodes, inbox: queue.Queue, channel: Channel, link
 ) -> None:
-    """Follow the orders of rank 0 and sample in between, until it sends None."""
+    """Sample until rank 0 sends None. After each round of the engine, follow the orders that have
+    come. With tensor parallelism, the first rank of the engine gets them and shares them."""
     meter = Meter()
     last = time.monotonic()
     while True:
-        distributed.stop_heard()  # passes a signal on to the training ranks
+        distributed.stop_heard()  # passes a stop signal on to the training ranks
         is_idle = not any(engine.gather_in_engine(bool(episodes.prompts)))
         began = time.monotonic()
         orders = []

@@ -3,13 +3,13 @@
     rollout = sampler.rollout(step, total_steps, meter)
     rollout.groups                 completions of this rank's prompts
 
-A step may call `rollout` several times, each time with another number of prompts. The engine is in
-this process (`ColocatedEngine`) or, with `--rollout_ranks`, on other ranks (`RolloutRanks` in
-remote.py).
+A step may call `rollout` several times and ask for a different number of prompts each time. The
+engine is in this process (`ColocatedEngine`) or, with `--rollout_ranks`, on other ranks
+(`RolloutRanks` in remote.py).
 
 Prompts are numbered in the order in which their rows are drawn. Training rank n % ranks receives
-the group of prompt n and scores it; the packer may give its samples to other ranks to train. Seeds
-depend on the number alone, so samples do not depend on the ranks."""
+and scores the group of prompt n. The packer may then send its samples to other ranks for training.
+Seeds depend on n alone, so the samples do not depend on the number of ranks."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -34,12 +34,12 @@ def make_sampler(
     policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, on_complete: OnComplete,
     options: EngineOptions = NO_OPTIONS,
 ) -> "Sampler":  # fmt: skip
-    """Return the sampler of `prompts` for the present flags. Call on every training rank. Raises
-    `ValueError` for an engine that is not available.
+    """Return the sampler of `prompts`, with an engine here or on the rollout ranks, as the flags
+    say. Call this on every training rank. Raises `ValueError` if the engine is not available.
 
-    `on_complete` is called with each group of this rank as soon as its last completion has ended,
-    while others are sampled or, with `--rollout_ranks`, trained on. An engine on
-    another rank has its `options` from `serve`."""
+    The sampler calls `on_complete` with each group of this rank as soon as its last completion has
+    ended: rewards are then computed while the engine samples other groups or, with
+    `--rollout_ranks`, while this rank trains. Rollout ranks take `options` from `serve` instead."""
     if args.rollout_ranks:
         from common.rollout.remote import RolloutRanks
 
@@ -61,24 +61,24 @@ class Rollout:
     """Completions for a step."""
 
     groups: list[Group]
-    """of this rank, `samples_per_prompt` completions each; maybe none"""
+    """this rank's groups of `samples_per_prompt` completions; a rank may have none"""
     positions: list[int]
-    """where the prompt of each of these groups stands among those of all ranks"""
+    """for each of these groups, the place of its prompt among the prompts of all ranks"""
     data_rows: list[int]
-    """number of the data row of each prompt of all ranks, for a curriculum"""
+    """the number of the data row of each prompt, over all ranks, for a curriculum"""
 
 
 class Sampler:
     """The prompts of a run, and the engine that completes them. All ranks have the same state."""
 
     def __init__(self, prompts: Prompts, args: OnlineArgs, order: Order, source):
-        """`source` has the engine: a `ColocatedEngine`, or in its place `RolloutRanks`."""
+        """`source` samples: a `ColocatedEngine` or `RolloutRanks`."""
         self.prompts = prompts
         self.args = args
         self.order = order
         self.source = source
         self.next_number = 0  # number of the first prompt that no step has taken
-        self.drawn: deque[int] = deque()  # data rows of the prompts from this one on
+        self.drawn: deque[int] = deque()  # data rows of the prompts from `next_number` on
         self.next_to_begin = 0  # number of the first prompt that is not in flight
         self.step = -1
         self.before_step: dict = {}  # state before the present step
@@ -93,10 +93,10 @@ class Sampler:
     def rollout(
         self, step: int, total_steps: int, meter: Meter, size: int | None = None
     ) -> Rollout | None:
-        """Return this rank's part of the completions for step `step` (from 0), or None if the run
-        must stop; a resumed run then samples the prompts of this step again.
+        """Return this rank's part of the completions for step `step` (from 0), or None if a stop
+        signal has come. A resumed run then samples the prompts of this step again.
 
-        `size`: number of prompts on all ranks, by default `--prompts_per_step`. Collective."""
+        `size`: number of prompts over all ranks, by default `--prompts_per_step`. Collective."""
         args = self.args
         if step != self.step:
             self.step, self.before_step = step, self.state_dict()
@@ -118,7 +118,7 @@ class Sampler:
         data_rows = [self.drawn.popleft() for _ in taken]
         own_numbers = [number for number in taken if is_own(number)]
         groups = self.source.complete(requests, own_numbers, step, meter)
-        if distributed.stop_requested():  # then some may be missing
+        if distributed.stop_requested():  # groups may be missing
             self.load_state_dict(self.before_step)
             return None
         meter.sum("sampled", int(trained_counts(groups).sum()))
@@ -126,12 +126,12 @@ class Sampler:
         return Rollout(groups, positions, data_rows)
 
     def complete_held_out(self, step: int, prompts: Prompts) -> list[Group]:
-        """Complete this rank's part of held-out `prompts`: every `ranks`-th one, from number
-        `rank` on. Each gets `--eval_samples` completions, sampled at `--eval_temperature` from the
-        weights after `step` steps. Collective."""
+        """Complete this rank's part of the held-out `prompts`: every `world_size`-th prompt, the
+        first of them at index `rank`. Each gets `--eval_samples` completions, sampled at
+        `--eval_temperature` with the weights after `step` steps. Collective."""
         args = self.args
         ranks = distributed.world_size()
-        # Numbers below 0 are never those of the run. The first one belongs to rank 0.
+        # Negative, since training prompts count from 0. `is_own` gives the first one to rank 0.
         first = -(len(prompts) + -len(prompts) % ranks)
         requests = [
             PromptRequest(first + i, *prompts[i], distributed.fold_seed(args.seed, i),
@@ -144,8 +144,8 @@ class Sampler:
     # ---- resume ----
 
     def state_dict(self) -> dict:
-        """Return the position in the data. After a resume, prompts that were drawn but not taken
-        are sampled again."""
+        """Return the position in the data. Prompts that were requested ahead of their step are not
+        saved with their completions: a resumed run samples them again."""
         return dict(number=self.next_number, rows=[*self.drawn], order=self.order.state_dict())
 
     def load_state_dict(self, state: dict) -> None:
@@ -155,7 +155,7 @@ class Sampler:
 
 
 class ColocatedEngine:
-    """An engine in this process. Generation and training alternate."""
+    """An engine in this process. Sampling and training take turns."""
 
     steps_ahead = 0
 
@@ -165,8 +165,8 @@ class ColocatedEngine:
     ):  # fmt: skip
         self.policy = policy
         self.version: int | None = None  # version of the weights in the engine
-        self.shares_memory = bool(args.reward_models)  # which run after an evaluation too
-        self.trains = False  # whether the run samples for its steps
+        self.shares_memory = bool(args.reward_models)  # they score an evaluation's samples too
+        self.trains = False  # whether a step has sampled yet, not only an evaluation
         self.on_complete = on_complete
         self.engine = make_engine(policy.path, args, tokenizer, policy.device, options=options)
         self.episodes = Episodes(self.engine, args)
@@ -182,9 +182,10 @@ class ColocatedEngine:
         self, requests: list[PromptRequest], own_numbers: list[int], step: int, meter: Meter,
         stops: bool = True,
     ) -> list[Group]:  # fmt: skip
-        """Return the groups of this rank's `own_numbers` among the `requests` of all ranks, sampled
-        from the weights after `step` steps (see `generate`). Release the engine's memory at the
-        end, but not between an evaluation, which never `stops`, and the next step. Collective."""
+        """Complete those `requests` of all ranks that are this rank's `own_numbers`, with the
+        weights after `step` steps. If `stops`, a stop signal ends this early (see `generate`). The
+        engine then releases its memory for the training step, but keeps it after an evaluation
+        (`stops` is False) if the next step samples with the same weights. Collective."""
         self.trains |= stops
         with meter.time("sync"):
             if step != self.version:
@@ -198,7 +199,7 @@ class ColocatedEngine:
             for number, group in self.episodes.generate(prompts, meter, stops):
                 self.on_complete(group)
                 groups[number] = group
-            keeps = self.engine.keeps_weights  # a resumed run finds no prefixes of an evaluation
+            keeps = self.engine.keeps_weights  # it sleeps to forget the prefixes of an evaluation
             if stops or self.shares_memory or keeps or not self.trains:
                 self.engine.sleep()
                 self.version = step if keeps else None

@@ -1,4 +1,4 @@
-"""`--thinking_budget`: thoughts are closed when they have so many tokens."""
+"""`--thinking_budget`: end a thought after so many tokens, so that the model goes on to answer."""
 
 import re
 from bisect import bisect_left
@@ -11,7 +11,7 @@ from common.text.thoughts import TAIL, pairs_of_marks, template_text
 
 
 class ThinkingBudget:
-    """Sampling with thoughts of at most `tokens` tokens."""
+    """Samples turns whose thoughts have at most `tokens` tokens each."""
 
     def __init__(self, tokens: int, engine: Engine):
         self.tokens = tokens
@@ -23,11 +23,11 @@ class ThinkingBudget:
             raise ValueError(f"--thinking_budget {tokens}: {problem}, which cannot be appended")
 
     async def sample(self, request: Request) -> None:
-        """Sample a turn, like `Engine.sample`. When a thought has `tokens` tokens, the mark that
-        ends it is appended, without loss, and the turn goes on after it.
+        """Sample a turn, like `Engine.sample`. When a thought reaches `tokens` tokens, append the
+        mark that ends thoughts, such as </think>, without loss, and let the turn go on after it.
 
-        The turn is sampled in pieces, each with a seed of its own, that end where a thought may
-        have reached the limit."""
+        To stop in time, the turn is sampled in pieces: each ends where a thought could reach the
+        limit, and has a seed of its own."""
         completion, start = request.completion, request.start
         limit = start + request.max_tokens
         while True:
@@ -48,8 +48,9 @@ class ThinkingBudget:
         completion.text = self.engine.text_of(completion.ids[start:])
 
     def open_thought(self, before: Sequence[int], turn: Sequence[int]) -> tuple[str, int]:
-        """Return the mark that ends the thought that is open at the end of a turn, and the number
-        of the thought's tokens; ("", 0) without one. The tokens `before` the turn may open it."""
+        """If the `turn` so far ends inside a thought, return the mark that would end this thought,
+        and how many tokens it has; else ("", 0). The thought may begin in the tokens `before` the
+        turn: some prompts end with <think>."""
         opened = self.decode(before[-TAIL:])
         text = self.decode(turn)
         for start, end in self.marks:

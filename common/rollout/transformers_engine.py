@@ -1,4 +1,4 @@
-"""Engine for machines without vLLM: `model.generate` on an unsharded replica."""
+"""Engine for machines without vLLM: `model.generate` of transformers, which is slower."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,8 +14,8 @@ BATCH = 64  # requests that `generate` samples together
 
 
 class TransformersEngine(Engine):
-    """`model.generate` on an unsharded replica of the policy. It samples each request to its end in
-    one round."""
+    """`model.generate` on a second, whole copy of the policy (the replica). It cannot be
+    interrupted, so one round samples each request to its end."""
 
     keeps_weights = True
 
@@ -23,10 +23,10 @@ class TransformersEngine(Engine):
         from transformers import GenerationConfig
 
         model = open_model(self.path, self.dtype)
-        for parameter in model.parameters():  # experts that were in MXFP4 are bfloat16
+        for parameter in model.parameters():  # experts stored as MXFP4 are read as bfloat16
             parameter.data = parameter.data.to(self.dtype)
         self.replica = model.to(self.device).eval()
-        self.replica.generation_config = GenerationConfig()  # the model's own may have penalties
+        self.replica.generation_config = GenerationConfig()  # the checkpoint's may have penalties
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int = 0) -> None:
         self.version = version
@@ -41,9 +41,9 @@ class TransformersEngine(Engine):
             yield name, part, partial(weight.__getitem__, part)
 
     def _step(self, meter: Meter) -> list[tuple[str, SampledTurn]]:
-        """Sample whole turns of the requests that come first."""
+        """Sample whole turns for the next `BATCH` requests."""
         first = sorted(self.running.items(), key=lambda item: item[1].priority)[:BATCH]
-        first.sort(key=lambda item: item[1].start)  # a stable sort
+        first.sort(key=lambda item: item[1].start)  # stable: equal lengths stay in their order
         turns: list[tuple[str, SampledTurn]] = []
         for temperature in {request.temperature for _, request in first}:
             same = {name: x for name, x in first if x.temperature == temperature}
@@ -66,7 +66,7 @@ class TransformersEngine(Engine):
         seeds = [request.seed for request in requests]
         size = self.support if temperature > 0 else 0
         sampler = _SeededSampler(seeds, temperature, truncation, size, self.device)
-        stopped: dict[int, int] = {}  # length of the turns that a stop string has ended
+        stopped: dict[int, int] = {}  # by request: length of a turn that a stop string has ended
 
         def are_stopped(input_ids: Tensor, scores: Tensor, **_) -> Tensor:
             for i, ids in enumerate(input_ids[:, longest:].tolist()):
@@ -101,20 +101,21 @@ class TransformersEngine(Engine):
 
 
 class _SeededSampler:
-    """Logits processor that turns the argmax of `generate` into a sample: argmax(log p + Gumbel
-    noise) ~ p. Each completion has a noise generator of its own, so that samples do not depend on
-    batches and ranks."""
+    """Logits processor with which greedy `generate` samples: argmax(log p + Gumbel noise) has the
+    distribution p. `generate` itself would draw the whole batch from one generator. Here each
+    completion has its own, so a sample does not depend on the batch or the rank that it is in."""
 
     def __init__(self, seeds: list[int], temperature: float, truncation: dict, size: int, device):
-        """`truncation`: values of `TruncationArgs`, by name; `size`: ids of each support, or 0."""
+        """`truncation`: values of `TruncationArgs`, by name. `size`: sample from this many most
+        likely ids and keep them as the support of each token; 0: keep none."""
         from transformers.generation import logits_process as hf
 
         self.temperature = temperature
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         self.logprobs: list[Tensor] = []
         self.size, self.support = size, list[Tensor]()  # [requests, K] for each token
-        # Each sets the logits of the tokens that it leaves out to -inf. The order is vLLM's
-        # (vllm/v1/sample/sampler.py).
+        # Each warper sets the logits of the tokens that it leaves out to -inf. They are in vLLM's
+        # order (vllm/v1/sample/sampler.py).
         self.truncate = hf.LogitsProcessorList()
         if (min_p := truncation.get("min_p", 0.0)) > 0:
             self.truncate.append(hf.MinPLogitsWarper(min_p))
@@ -130,7 +131,7 @@ class _SeededSampler:
         if self.size:
             best = logprobs.topk(min(self.size, logprobs.shape[-1]))
             kept = torch.full_like(logprobs, -torch.inf).scatter(1, best.indices, best.values)
-            logprobs = kept.log_softmax(dim=-1)  # of equal logits top_k may keep more
+            logprobs = kept.log_softmax(dim=-1)  # top_k keeps more ids if logits are equal
             ids = best.indices.where(best.values > -torch.inf, best.indices[:, :1])
             self.support.append(ids.int())
         chosen = logprobs

@@ -1,4 +1,4 @@
-"""Engine over vLLM in this process; the torchrun ranks are its workers."""
+"""Engine that runs vLLM inside the torchrun processes: no server, the ranks are vLLM's workers."""
 
 import contextlib
 import logging
@@ -25,8 +25,9 @@ from common.rollout.weights import gathered_bytes
 
 
 def held_weights(worker) -> Iterator[tuple[str, tuple, Callable[[], Tensor]]]:
-    """Yield the parts of `Engine.held_weights` of the layers that vLLM does not fuse: embedding,
-    head, and the last projection of attention and MLP."""
+    """Yield what `Engine.held_weights` promises, in a vLLM worker. Only layers that vLLM does not
+    fuse with others can be compared: the embedding, the head, and the last projection of attention
+    and MLP. With tensor parallelism the parts are from this rank's shard."""
     from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -55,9 +56,9 @@ def _first_columns(layer) -> Tensor:
 
 
 def free_fraction(capacity: float, used: float, gathered: float) -> float:
-    """Return the fraction of a GPU that an engine may take on every rank: all but the bytes in use
-    and those that a weight sync gathers. vLLM reads it as a fraction of the whole GPU, on top of
-    what was in use when it started (vllm/v1/worker/utils.py:request_memory). Collective.
+    """Return the fraction of a GPU that the engine may take, the same on every rank: all of it but
+    the bytes in use and those that a weight sync gathers. vLLM takes this fraction of the whole
+    GPU, beside what was in use at its start (vllm/v1/worker/utils.py:request_memory). Collective.
 
     Raises `ValueError` if nothing is free."""
     taken = float(distributed.all_max((used + gathered) / capacity))
@@ -67,13 +68,14 @@ def free_fraction(capacity: float, used: float, gathered: float) -> float:
     return min(ALONE, USABLE - taken)
 
 
-# ---- what vLLM does unexpectedly, each with the place in vLLM 0.32 ----
+# ---- workarounds for surprises of vLLM 0.32, each with the place in its source ----
 
 
 @contextlib.contextmanager
 def same_environment() -> Iterator[None]:
-    """Undo what the CPU worker sets for subprocesses that do not exist here (vllm/platforms/cpu.py,
-    vllm/v1/worker/cpu_worker.py)."""
+    """Restore environment variables that vLLM's CPU worker sets for its subprocesses
+    (vllm/platforms/cpu.py, vllm/v1/worker/cpu_worker.py). Here it has none, but the trainer reads
+    LOCAL_WORLD_SIZE, and would pass LD_PRELOAD on to its own."""
     variables = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
     try:
         yield
@@ -86,8 +88,8 @@ def same_environment() -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_threads() -> Iterator[None]:
-    """Undo that the CPU worker disables `torch.set_num_threads` (vllm/v1/worker/cpu_worker.py), and
-    that all workers reduce the trainer's threads (vllm/utils/torch_utils.py)."""
+    """Give the trainer its threads back: the CPU worker disables `torch.set_num_threads`
+    (vllm/v1/worker/cpu_worker.py), all workers reduce the threads (vllm/utils/torch_utils.py)."""
     set_num_threads = torch.set_num_threads
     num_threads = torch.get_num_threads()
     try:
@@ -99,9 +101,9 @@ def same_threads() -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_class(decoder: type) -> Iterator[None]:
-    """Undo that vLLM turns transformers' decoder class into a compiled one. It runs some models
-    (OLMo 2, SmolLM3) with transformers' own code (vllm/model_executor/models/transformers/base.py),
-    and the trainer's model has the same class."""
+    """Restore transformers' decoder class. vLLM runs some models (OLMo 2, SmolLM3) with
+    transformers' own code, and makes their class a compiled one
+    (vllm/model_executor/models/transformers/base.py). The trainer's model has the same class."""
     make_decoder = decoder.__init__
     try:
         yield
@@ -112,9 +114,9 @@ def same_class(decoder: type) -> Iterator[None]:
 
 def remove_shared_memory() -> None:
     """Remove the files in /dev/shm by which the ranks of a CPU engine share memory (with AVX-512).
-    They have one name in all launches (vllm/distributed/device_communicators/cpu_communicator.py),
-    so a file that stayed would stop the next launch. When vLLM has started, all ranks have mapped
-    them and need the names no more. Collective."""
+    Every launch uses the same names (vllm/distributed/device_communicators/cpu_communicator.py), so
+    a file that stayed behind would stop the next launch. Once vLLM has started, all ranks have
+    mapped the files and no longer need their names. Collective."""
     distributed.barrier()
     name = os.environ["VLLM_DIST_IDENT"].lstrip("/")
     for file in Path("/dev/shm").glob(f"{name}-*cpushm*"):
@@ -122,9 +124,9 @@ def remove_shared_memory() -> None:
 
 
 def lost_asleep(worker) -> list[str]:
-    """Return the names of tensors in vLLM's model that sleep at level 2 loses
-    (vllm/device_allocator/cumem.py): what is neither weight, buffer, cache nor scale of a quantised
-    cache (`_cpu`)."""
+    """Return the names of the tensors in vLLM's model that it loses when it sleeps at level 2
+    (vllm/device_allocator/cumem.py): all on the GPU that are not a weight, a buffer, the cache or a
+    scale of a quantised cache (`_cpu`)."""
     return [
         f"{name}.{key}"
         for name, module in worker.get_model().named_modules()
@@ -142,20 +144,20 @@ def require_nothing_lost(llm) -> None:
 
 
 def has_head(worker) -> bool:
-    """Return whether the model has a head. Some tied ones have the embedding alone and refuse
-    weights for a head (vllm/model_executor/models/gemma2.py)."""
+    """Return whether vLLM's model has a layer for the head. Some models with a tied head have only
+    the embedding, and refuse weights for a head (vllm/model_executor/models/gemma2.py)."""
     return any(name.endswith("lm_head") for name, _ in worker.get_model().named_modules())
 
 
 def cpu_options(max_model_len: int, has_delta_nets: bool) -> dict:
-    """Return the options of a CPU engine. Prompts are computed in one chunk: after a prompt in two
-    chunks vLLM rewinds the request's generator, which a CPU generator cannot do
-    (vllm/v1/worker/gpu_model_runner.py). Cached states of delta nets give the same error, so they
-    are not cached."""
+    """Return the options of an engine on a CPU. Prompts must be computed in one chunk: after a
+    prompt in two chunks vLLM rewinds the request's random generator, and a CPU generator cannot do
+    that (vllm/v1/worker/gpu_model_runner.py). Cached states of delta nets end in the same error, so
+    models with delta nets have no prefix cache."""
     return dict(
         enforce_eager=True,
-        # Only whole blocks of a prompt are computed once for its group. vLLM's default on a CPU is
-        # 128 tokens.
+        # The completions of a prompt share only whole blocks of it. vLLM's default on a CPU, 128
+        # tokens, is longer than many prompts.
         block_size=32,
         enable_chunked_prefill=False,
         enable_prefix_caching=False if has_delta_nets else None,
@@ -164,33 +166,33 @@ def cpu_options(max_model_len: int, has_delta_nets: bool) -> dict:
 
 
 def eager_sampler(device: torch.device) -> contextlib.AbstractContextManager:
-    """Return a context for a round in which nothing is compiled on a CPU. Even in eager mode vLLM
-    compiles a function of its sampler (vllm/v1/sample/ops/logprobs.py), which takes 16 seconds and
-    a C++ compiler, for nothing."""
+    """Return a context in which torch compiles nothing on a CPU. Even in eager mode vLLM compiles a
+    function of its sampler (vllm/v1/sample/ops/logprobs.py). That takes 16 seconds and a C++
+    compiler, and gains nothing."""
     is_cpu = device.type == "cpu"
     return torch.compiler.set_stance("force_eager") if is_cpu else contextlib.nullcontext()
 
 
 def forget_packed_experts(worker) -> None:
-    """Remove the kernel of each expert layer before weights are loaded. vLLM 0.32's CPU worker
-    packs experts into the kernel's layout only when it makes the kernel
-    (UnquantizedFusedMoEMethod._setup_kernel), and would compute with reloaded, unpacked experts as
-    if they were packed. Can go when vLLM packs on reload."""
+    """Remove the kernel of each expert layer before weights are loaded, so that vLLM makes it anew.
+    Its CPU worker packs experts into the kernel's layout only when it makes the kernel
+    (UnquantizedFusedMoEMethod._setup_kernel). With the old kernel it would take reloaded experts,
+    which are not packed, for packed ones. Can go when vLLM packs on reload."""
     for module in worker.get_model().modules():
         if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
             module.quant_method.moe_kernel = None
 
 
 def stop_requests(llm, names: list[str]) -> None:
-    """End the requests of a stopped rollout. vLLM's core queues batches (vllm/v1/engine/core.py):
-    run those too, which drops what was computed ahead for turns that have ended."""
+    """End the requests of a stopped rollout. vLLM computes some batches ahead and queues them
+    (vllm/v1/engine/core.py); run these too, so that nothing of the ended turns is left in it."""
     llm.llm_engine.abort_request(names)
     while llm.llm_engine.engine_core.engine_core.batch_queue:
         llm.llm_engine.step()
 
 
 def reason_of(error: Exception) -> str:
-    """Return why vLLM refuses a model or an option. pydantic's first line names only the class."""
+    """Return why vLLM refuses a model or an option. pydantic says it below its first line."""
     if isinstance(error, ValidationError):
         problem = error.errors()[0]
         return ": ".join([*map(str, problem["loc"]), problem["msg"]])
@@ -201,7 +203,7 @@ def reason_of(error: Exception) -> str:
 
 
 class VLLMEngine(Engine):
-    """vLLM with `external_launcher`: the torchrun ranks are its workers."""
+    """vLLM with `external_launcher`: torchrun, not vLLM, has started the workers."""
 
     def _start(self) -> None:
         self.keeps_weights = self.device.type == "cpu"
@@ -237,11 +239,11 @@ class VLLMEngine(Engine):
         self.has_head = self.llm.collective_rpc(has_head)[0]
         engine = self.llm.llm_engine
         engine.set_weight_version(str(self.version))
-        engine.output_processor.tokenizer = self.tokenizer  # finds stop strings
+        engine.output_processor.tokenizer = self.tokenizer  # vLLM needs it to find stop strings
         if size > 1:
             self.group, _ = dist.new_subgroups(size, backend="gloo", timeout=distributed.DAY)
             self.group_rank = dist.get_rank() % size
-        if self.language_model is not None and not self.trained:  # vLLM has not read its weights
+        if self.language_model is not None and not self.trained:  # vLLM has read no weights
             weights = open_model(self.path, self.dtype).state_dict()
             self.load_weights((name, x.to(self.dtype)) for name, x in weights.items())
 
@@ -249,11 +251,11 @@ class VLLMEngine(Engine):
         """Set the variables that vLLM reads when it is imported."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        # hides earlier warnings, such as no Triton on a CPU
+        # hides warnings that vLLM prints while it is imported, such as no Triton on a CPU
         logging.getLogger("vllm").setLevel(logging.ERROR)
-        if self.dtype == torch.float32:  # else vLLM's attention computes in tf32
+        if self.dtype == torch.float32:  # vLLM's attention would compute in tf32
             os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-        if self.device.type == "cpu":  # a cache of 1 GiB; the ranks share the cores
+        if self.device.type == "cpu":  # a cache of 1 GiB; do not bind ranks to cores, they share
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
@@ -305,7 +307,7 @@ class VLLMEngine(Engine):
             stop=list(self.args.stop),
             detokenize=bool(self.args.stop),
             skip_special_tokens=False,
-            logprobs=self.support,  # 0: only that of the sampled token
+            logprobs=self.support,  # 0: only the log-prob of the sampled token
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
@@ -314,14 +316,14 @@ class VLLMEngine(Engine):
         prompt = tokens_input([*request.completion.ids])
         if request.completion.images:
             prompt = self.images.vllm_input(request.completion)
-        # The clocks of the ranks of an engine differ: arrival_time gives requests of the same
-        # priority one order on all of them.
+        # vLLM orders requests of the same priority by arrival_time. All ranks of the engine must
+        # have the same order, and their clocks differ: so give the number of the request.
         self.llm.llm_engine.add_request(
             name, prompt, params, arrival_time=float(name), priority=request.priority
         )
 
     def _step(self, meter: Meter) -> list[tuple[str, SampledTurn]]:
-        """Run a round. Measure also the fraction of the prompts' tokens that were in the cache."""
+        """Run a round. Also logs which fraction of the prompts' tokens was in vLLM's cache."""
         with eager_sampler(self.device):
             outputs = self.llm.llm_engine.step()
         turns = []
@@ -329,7 +331,8 @@ class VLLMEngine(Engine):
             (turn,) = output.outputs
             spans = turn.weight_versions
             versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
-            # The sampled token comes first. Tokens that truncation leaves out have -inf.
+            # For each token, the sampled id and then the most likely ids. Those that truncation
+            # leaves out have -inf: the sampled id stands in for them.
             columns = turn.logprobs.token_ids, turn.logprobs.logprobs
             ids, values = (np.reshape(x, (-1, 1 + self.support)) for x in columns)
             support = np.where(values > -np.inf, ids, ids[:, :1]) if self.support else ()
@@ -344,7 +347,7 @@ class VLLMEngine(Engine):
         if self.device.type == "cpu":
             self.llm.collective_rpc(forget_packed_experts)
         else:
-            # vLLM takes its memory from the driver, not from PyTorch's cache
+            # vLLM asks the driver for memory and cannot use what PyTorch has cached
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
         if self.language_model is not None:
@@ -355,11 +358,11 @@ class VLLMEngine(Engine):
             self.language_model.after_vllm_load(self.llm)
         if self.images is not None:
             self.images.after_vllm_load(self.llm)
-            self.llm.llm_engine.reset_encoder_cache()  # its images come from the old weights
+            self.llm.llm_engine.reset_encoder_cache()  # the old weights encoded its images
         if self.device.type != "cpu":
             self.llm.wake_up(tags=["kv_cache"])
-        # Cached prefixes come from the old weights. Requests in flight are computed again, and go
-        # on with their generators.
+        # The old weights computed the cached prefixes. The new ones compute the tokens of requests
+        # in flight again; their random generators go on where they were.
         self.llm.reset_prefix_cache(reset_running_requests=True)
         self.llm.llm_engine.set_weight_version(str(version))
 
@@ -383,6 +386,6 @@ class VLLMEngine(Engine):
             # freeing unmapped memory is a CUDA error (vllm/device_allocator/cumem.py)
             torch.cuda.empty_cache()
             self.llm.wake_up()
-        # vLLM's shutdown leaves the process group, which other ranks may still need
+        # vLLM's shutdown destroys the process group, which other ranks may still need
         distributed.barrier()
         self.llm.llm_engine.engine_core.shutdown()
