@@ -1,1 +1,1 @@
-"""Process group, collectives and failures; FSDP mesh; context groups."""
+"""The ranks of a run: process group, collectives, FSDP mesh, context groups, failures and stops."""

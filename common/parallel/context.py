@@ -1,8 +1,9 @@
-"""Context groups: with `--context_ranks` R, R neighbouring ranks run each pack together.
+"""Context groups: with `--context_ranks` R, R neighbouring ranks run each pack together. A sequence
+may then be R times as long as `--pack_tokens`.
 
-Every rank of a group holds one of R equal parts of the stream. Only attention mixes tokens; around
-it, tokens are exchanged for heads (DeepSpeed-Ulysses, arXiv:2309.14509). A sequence may then be R
-times as long as `--pack_tokens`.
+Every rank of a group holds one of R equal parts of the pack's tokens. Only attention mixes tokens.
+For it, the ranks exchange tokens for heads: each gets some of the heads for the tokens of all, and
+gives them back afterwards (DeepSpeed-Ulysses, arXiv:2309.14509).
 
 Shapes: t tokens of this rank's part, H heads, d head width."""
 
@@ -20,7 +21,7 @@ all_gather = getattr(collectives, "all_gather_single_autograd", None) or (
 
 
 def setup_context_groups(context_ranks: int) -> None:
-    """Make a context group of every `context_ranks` neighbours. The first call is collective."""
+    """Put every `context_ranks` neighbouring ranks into a group. The first call is collective."""
     if distributed.context_group is None:
         group, _ = dist.new_subgroups(context_ranks, timeout=distributed.NCCL_TIMEOUT)
         distributed.context_group = ContextGroup(group)
@@ -37,9 +38,9 @@ class ContextGroup:
     def divide_heads(
         self, query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Trade tokens for heads. In: query, key and value of this rank's tokens, [1, H, t, d].
-        Out: this rank's heads for the tokens of all ranks of the group, [1, H / R, all tokens, d].
-        The sinks of gpt-oss, one for each head, are divided likewise."""
+        """Before attention: trade tokens for heads. In: query, key and value of all heads for this
+        rank's tokens, [1, H, t, d]. Out: some heads for the tokens of all ranks of the group,
+        [1, H / R, all tokens, d]. The sinks of gpt-oss, one per head, are divided likewise."""
         # If there are fewer key heads than ranks, each head goes to several ranks.
         copies = math.lcm(key.shape[1], self.size) // key.shape[1]
         key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
@@ -49,8 +50,8 @@ class ContextGroup:
         return query, key, value, sinks_H
 
     def exchange(self, x: Tensor) -> Tensor:
-        """Divide the first dimension among the ranks, and gather the second from them, such as
-        heads and tokens: [H, t, d] -> [H / R, all tokens, d]."""
+        """Divide the first dimension among the ranks, and gather the second from them. For heads
+        and tokens: [H, t, d] -> [H / R, all tokens, d]."""
         parts = x.unflatten(0, (self.size, -1)).contiguous()
         parts = collectives.all_to_all_single_autograd(parts, None, None, self.group)
         return parts.transpose(0, 1).flatten(1, 2)

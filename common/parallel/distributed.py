@@ -1,9 +1,9 @@
-"""The ranks of a launch, what they compute together, and the seeds that they share.
+"""The ranks of a launch: how they start, talk and stop, and the seeds that they share.
 
 Every script calls `setup()` first, `cleanup()` at the end of its `main`, and `end_process()` after
 it. `--rollout_ranks` divides the launch into two roles, training ranks and rollout ranks. Each role
-has its own process group, so that everything here and in the libraries spans the ranks of one role;
-`link` joins ranks of both."""
+has its own process group, so every collective, here and in the libraries, spans the ranks of one
+role. `link` makes a group of ranks of both roles."""
 
 import contextlib
 import ctypes
@@ -30,7 +30,8 @@ from common.parallel.process import RunError, counted, end_process, fail, first_
 DAY = timedelta(days=1)
 NCCL_TIMEOUT = timedelta(minutes=30)
 
-# `setup` sets these. They are ranks of the launch; RANK and WORLD_SIZE become ranks of the role.
+# `setup` sets these. They count the ranks of the whole launch. The variables RANK and WORLD_SIZE
+# count those of the role after `setup`.
 _store: dist.Store | None = None
 _ring: "Ring | None" = None  # None if the launch has one rank
 _launch_rank = 0
@@ -40,12 +41,12 @@ context_group: Any = None  # ContextGroup (context.py); None if every rank runs 
 
 
 def world_size() -> int:
-    """Return the number of ranks of this rank's role, or before `setup()` of the launch."""
+    """Return the number of ranks in this rank's role; before `setup()`, in the launch."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def rank() -> int:
-    """Return the number of this process among the ranks of its role."""
+    """Return the number of this process among the ranks of its role, from 0."""
     return int(os.environ.get("RANK", 0))
 
 
@@ -55,12 +56,12 @@ def context_group_size() -> int:
 
 
 def is_rollout_rank() -> bool:
-    """Return whether this is one of the last `--rollout_ranks` ranks, which only generate."""
+    """Return whether this rank only generates: the last `--rollout_ranks` of the launch do."""
     return _launch_rank in rollout_ranks
 
 
 def is_main() -> bool:
-    """Return whether this process writes files and the console: rank 0, which always trains."""
+    """Return whether this is rank 0, which writes files and the console, and always trains."""
     return rank() == 0 and not is_rollout_rank()
 
 
@@ -71,12 +72,13 @@ def say(text: str) -> None:
 
 
 def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int]:
-    """Join the process group of this rank's role, handle failures, and seed torch.
+    """Join the process group of this rank's role, install the handler of failures, and seed torch.
 
-    Returns `(device, rank, world_size)`, the latter two within the role, from the environment that
-    torchrun sets; plain `python script.py` is one rank. Collectives of CUDA tensors (NCCL) time out
-    after `NCCL_TIMEOUT`, those on the host (gloo) after a day, for a download or the longest
-    completion. Every rank gets the same seed: initial weights must not depend on the rank."""
+    Returns `(device, rank, world_size)`, the latter two within the role. They come from the
+    environment that torchrun sets; plain `python script.py` is one rank. Collectives of CUDA
+    tensors (NCCL) time out after `NCCL_TIMEOUT`. Those on the host (gloo) may take a day: some wait
+    for a download or the longest completion. Every rank gets the same seed, since initial weights
+    must not depend on the rank."""
     global _store, _ring, _launch_rank, training_ranks, rollout_ranks
     process.print_any_text()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process as SIGTERM does
@@ -91,11 +93,11 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
 
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
-        # Ranks may share a GPU: tests/gpu.
+        # Ranks may share a GPU: the tests in tests/gpu do.
         local_rank = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-        # Several communicators need one order (NCCL 2.26).
+        # Several communicators may deadlock unless NCCL (2.26) launches them in one order.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
@@ -114,8 +116,8 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
         fail(f"rank {_launch_rank} cannot reach the other ranks: {first_line(error)}")
     if device.type == "cuda":
         set_timeout(dist.group.WORLD, device, NCCL_TIMEOUT)
-    # init_process_group has wrapped the hook that it found. A thread may wait in the store, which
-    # then answers no other on the same connection.
+    # Set after init_process_group, which wraps the hook that it finds. The hook gets a connection
+    # of its own: a thread that waits in the store blocks all others on the same connection.
     sys.excepthook = functools.partial(process.report_and_exit, _store.clone(), _launch_rank)
     _ring = Ring(ranks) if ranks > 1 else None
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
@@ -128,17 +130,18 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
 def set_timeout(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
     """Set the timeout of a group's collectives on `device`."""
     backend = group._get_backend(device)
-    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL this is a wrapper around the backend.
     getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
 
 
 @functools.cache  # all models share communicators
 def shard_mesh(device: torch.device, shard_ranks: int | None) -> DeviceMesh:
-    """Return the mesh (shards,) of all ranks, or (copies, shards) if `shard_ranks` neighbours share
-    a copy of each model: by default, the ranks of a machine. The first call is collective.
+    """Return the mesh of ranks for FSDP: (copies, shards), where `shard_ranks` neighbours (default:
+    the ranks of a machine) hold the shards of one copy of each model, or (shards,) if there is only
+    one copy, on all ranks. The first call is collective.
 
-    On the second mesh FSDP gathers weights within a copy and averages gradients over both (hybrid
-    sharding, arXiv:2304.11277, 3.2.2)."""
+    With copies, FSDP gathers weights within a copy only, and averages gradients over copies and
+    shards (hybrid sharding, arXiv:2304.11277, 3.2.2)."""
     ranks = world_size()
     per_copy = shard_ranks or int(all_max(int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     if per_copy >= ranks or ranks % per_copy:
@@ -156,8 +159,8 @@ def shard_mesh(device: torch.device, shard_ranks: int | None) -> DeviceMesh:
 
 
 def link(name: str, ranks: list[int], device: torch.device) -> dist.ProcessGroup:
-    """Return a process group of `ranks` of the launch, of any role, for tensors on `device`. It has
-    only `send`, `recv` and `broadcast`, and no timeout. Collective over `ranks`."""
+    """Return a process group of these `ranks` of the launch, in any roles, for tensors on `device`.
+    It has only `send`, `recv` and `broadcast`, and no timeout. Collective over `ranks`."""
     store, rank, timeout = dist.PrefixStore(name, _store), ranks.index(_launch_rank), 100 * DAY
     if device.type != "cuda":
         return dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
@@ -166,13 +169,14 @@ def link(name: str, ranks: list[int], device: torch.device) -> dist.ProcessGroup
     return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
 
 
-STOP, FAREWELL = -1, -2  # words in the ring; from 0 on: the number of a rank that has ended
+# Words that travel in the ring. A word from 0 on is the number of a rank that has ended.
+STOP, FAREWELL = -1, -2
 
 
 class Ring:
-    """All ranks of a launch. A thread of each listens to the next rank and passes on what it hears
-    to the previous one, whatever the main thread does: all hear of a stop signal, and end if one
-    of them ends without a farewell. Collective."""
+    """Connects all ranks of a launch, so that each hears at once of a stop signal to any rank, and
+    ends if any rank ends without a farewell. A thread of each rank listens to the next rank and
+    passes on what it hears to the previous one, whatever the main thread is doing. Collective."""
 
     def __init__(self, ranks: int):
         self.link = link("ring", list(range(ranks)), torch.device("cpu"))
@@ -183,7 +187,7 @@ class Ring:
         self.thread.start()
 
     def say(self, word: int) -> None:
-        """Send a word to the previous rank, once, and nothing after a farewell."""
+        """Send a word to the previous rank. Each word is sent once, and none after a farewell."""
         with self.lock:
             if word not in self.said and FAREWELL not in self.said:
                 self.said.add(word)
@@ -208,7 +212,7 @@ class Ring:
 
 
 def cleanup() -> None:
-    """Leave the ring, and the process group unless vLLM's shutdown has already left it."""
+    """Leave the process group, unless vLLM's shutdown has destroyed it, and then the ring."""
     if dist.is_initialized():
         barrier()
         dist.destroy_process_group()
@@ -223,18 +227,19 @@ def stop_requested() -> bool:
 
 
 def stop_heard() -> bool:
-    """Return whether this rank knows of a stop signal to any rank; pass it on. Not collective."""
+    """Return whether this rank has received, or heard of, a stop signal, and pass it on. Not
+    collective: another rank may not have heard of it yet."""
     if process.stop_signalled and _ring is not None:
         _ring.say(STOP)
     return process.stop_signalled
 
 
-# ---- reductions: plain numbers or tensors in, the same value on every rank out ----
+# ---- reductions: each rank gives a number or tensor, and all get the same result ----
 
 
 def all_sum(value: Tensor | float) -> Tensor:
-    """Return the sum over ranks, float64 or int64, on the device of `value`. Numbers stay on the
-    host: no wait."""
+    """Return the sum over ranks in float64 or int64, on the device of `value`. A plain number stays
+    on the host, so nothing waits for the GPU."""
     return _reduce(value, dist.ReduceOp.SUM)
 
 
@@ -253,11 +258,11 @@ def _reduce(value, op: dist.ReduceOp) -> Tensor:
 
 
 def barrier() -> None:
-    """Wait for all ranks on the host, without `NCCL_TIMEOUT`."""
+    """Wait for all ranks. The wait is on the host, so `NCCL_TIMEOUT` does not apply."""
     all_max(0)
 
 
-# ---- objects: they are pickled and travel over the host ----
+# ---- Python objects: they are pickled and sent from host to host ----
 
 
 def gather_objects(value: object) -> list:
@@ -270,7 +275,7 @@ def gather_objects(value: object) -> list:
 
 
 def gather_dict(values: dict) -> dict:
-    """Return the union of the dicts of all ranks, whose keys differ, on every rank."""
+    """Return the union of all ranks' dicts on every rank. No two ranks may have the same key."""
     return dict(chain.from_iterable(of_rank.items() for of_rank in gather_objects(values)))
 
 
@@ -297,15 +302,15 @@ def exchange_objects(outgoing: list) -> list:
 
 
 def gather_rows(x_P: Tensor, positions: Sequence[int]) -> Tensor:
-    """Return the rows [P, ...] of all ranks, sorted by their positions: [B, ...]. Collective."""
+    """Gather the rows [P, ...] of all ranks and sort them by `positions`: [B, ...]. Collective."""
     ranks = gather_objects((list(positions), x_P))
     order = torch.tensor([position for of_rank, _ in ranks for position in of_rank]).argsort()
     return join_rows([x for _, x in ranks])[order]
 
 
 def join_rows(tables: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all tables, [B, ...]. A rank without prompts does not know how many
-    completions they have, so a table without rows may have any number of columns."""
+    """Join the rows of all tables into one, [B, ...]. A table without rows may have any number of
+    columns: a rank without prompts does not know how many completions a prompt has."""
     return torch.cat([table for table in tables if len(table)] or [tables[0]])
 
 
@@ -315,6 +320,6 @@ def items_of_rank(items: Sequence) -> Sequence:
 
 
 def fold_seed(*numbers: int) -> int:
-    """Return a 32-bit seed from integers: `fold_seed(seed, step, prompt_index)`."""
+    """Hash integers into a 32-bit seed: `fold_seed(seed, step, prompt_index)`."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")

@@ -1,7 +1,7 @@
 """How a process stops at a signal, fails with one message, and ends.
 
-Any rank may fail at any point. The first one prints a line, or the traceback of a bug; the others
-see that and end silently. No rank waits for a dead one."""
+Any rank may fail at any point. The first rank that fails prints one line or, for a bug, the
+traceback. The others see that and end silently. No rank waits for a dead one."""
 
 import atexit
 import ctypes
@@ -18,29 +18,29 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-LONGEST = 1000  # characters of an error
-REPORT = threading.Lock()  # taken for ever by the first thread that fails
+LONGEST = 1000  # characters of an error message
+REPORT = threading.Lock()  # the first thread that fails takes it and never gives it back
 PROJECT = Path(__file__).resolve().parents[2]
-# The disk is full, fails, or is read-only.
+# What the system says if the disk is full, fails, or is read-only.
 DISK_ERROR = re.compile(
     "^.*(?:No space left|quota exceeded|File too large|Input/output error|Read-only file system"
     "|Stale file handle).*$",
     re.MULTILINE,
 )
-# Control characters (line feed and tab excepted), marks of direction, characters without width.
+# Control characters except line feed and tab, direction marks, and characters without width.
 UNSEEN = re.compile(
     "[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]"
 )
 
 
 def visible(text: str) -> str:
-    r"""Return text whose control characters are escapes, such as \x1b. Line feeds and tabs stay."""
+    r"""Replace control characters by escapes such as \x1b. Line feeds and tabs stay."""
     return UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def brief(text: str) -> str:
-    """Return a message without the middle of a very long one, which has a user's value or the names
-    of many columns."""
+    """Cut the middle out of a very long message, such as one that quotes a user's long value or
+    lists many columns."""
     half = LONGEST // 2
     return text if len(text) <= LONGEST else f"{text[:half]} [...] {text[-half:]}"
 
@@ -52,28 +52,28 @@ def counted(number: int, noun: str) -> str:
 
 def print_any_text() -> None:
     """Make stdout print characters that its encoding lacks as escapes, as stderr does anyway.
-    Programs call it first."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook has another one
+    Programs call this first."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # stdout of a notebook is another class
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 # ---- a time limit ----
 
-AGAIN = 0.1  # seconds between further interruptions of a late call
+AGAIN = 0.1  # a call that is late is interrupted again after this many seconds
 
 
 class Late(BaseException):
-    """A call is late. It is no `Exception`, so that no `except Exception` of a library swallows
-    it."""
+    """Interrupts a call that is late. It is not an `Exception`: `except Exception` in a library
+    would swallow it."""
 
 
 class Alarm:
-    """Handler of a signal: a call has reached its time limit."""
+    """Signal handler for a call that has reached its time limit."""
 
     is_late = False
 
     def __call__(self, _: int, frame: FrameType | None) -> None:
-        """Raise `Late`, but not in a finalizer, which would print and forget it."""
+        """Raise `Late`, but not inside `__del__`: there Python would print it and go on."""
         self.is_late = True
         while frame is not None and frame.f_code.co_name != "__del__":
             frame = frame.f_back
@@ -82,9 +82,9 @@ class Alarm:
 
 
 def within(seconds: float, function: Callable, *args: object, **kwargs: object) -> Any:
-    """Return `function(*args, **kwargs)`. Raises `TimeoutError` after `seconds`, as soon as the
-    interpreter can be interrupted. Outside of the main thread there is no limit, and a call within
-    another limited call has only the outer limit."""
+    """Return `function(*args, **kwargs)`. Raises `TimeoutError` after `seconds`, or later if C code
+    is running that cannot be interrupted. Outside of the main thread there is no limit, because
+    signals go to the main thread. A call inside another limited call has only the outer limit."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or isinstance(signal.getsignal(signal.SIGALRM), Alarm):
         return function(*args, **kwargs)
@@ -97,7 +97,7 @@ def within(seconds: float, function: Callable, *args: object, **kwargs: object) 
             value = function(*args, **kwargs)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    except BaseException:  # whatever it makes of the interruption
+    except BaseException:  # `Late`, or whatever `function` raises when it is interrupted
         if not alarm.is_late:
             raise
     finally:
@@ -110,15 +110,15 @@ def within(seconds: float, function: Callable, *args: object, **kwargs: object) 
 # ---- signals ----
 
 stop_signalled = False  # true after one of these signals
-ENDING = (signal.SIGTERM, signal.SIGINT)  # a second one ends the process
-# A job's time is nearly over, or its terminal was closed, also twice.
+ENDING = (signal.SIGTERM, signal.SIGINT)  # the first requests a stop, a second ends the process
+# Sent when a job's time is nearly over, or its terminal is closed. A second one changes nothing.
 STOPPING = (signal.SIGUSR1, signal.SIGHUP)
-_terminals: list[int] = []  # descriptors of output that is lost with its terminal
+_terminals: list[int] = []  # file descriptors (1, 2) that write to the terminal
 
 
 def note_signals() -> None:
-    """Make these signals request a stop, which a loop obeys where its state can be saved. SIGHUP
-    stays ignored under nohup."""
+    """From now on these signals only set `stop_signalled`. The training loop reads it where it can
+    save its state, and ends. SIGHUP stays ignored under nohup."""
     _terminals[:] = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
     for signum in (*ENDING, *STOPPING):
         if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
@@ -145,15 +145,15 @@ def _note(signum: int, frame: object) -> None:
 
 # Variables in which other launchers say how many processes they started, and which one this is.
 LAUNCHERS = (
-    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),  # of srun alone: a batch script is one process
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),  # srun sets these; a batch script is one process
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
 )
 
 
 def require_torchrun() -> None:
-    """Raise `ValueError` if this is one of several processes without a RANK: each would be a run of
-    its own. All but the first end silently."""
+    """Raise `ValueError` if another launcher than torchrun started several processes: without RANK
+    each of them would train alone. All but the first process end silently."""
     if "RANK" in os.environ:
         return
     found = dict(os.environ)
@@ -162,7 +162,7 @@ def require_torchrun() -> None:
     for size, number in LAUNCHERS:
         if (count := found.get(size, "")).isdigit() and int(count) > 1:
             if found.get(number, "0") != "0":
-                time.sleep(60)  # see `fail`
+                time.sleep(60)  # `fail` says why
                 sys.exit(2)
             problem = f"one of {count} processes, but RANK is not set"
             advice = "start one torchrun on each machine (docs/scaling.md), or for separate runs"
@@ -173,13 +173,13 @@ def require_torchrun() -> None:
 
 
 class RunError(RuntimeError):
-    """Error that ends a run, such as a NaN gradient: one line, exit code 1. Bad input is a
-    ValueError: exit code 2."""
+    """An error that ends a run, such as a NaN gradient: one line, exit code 1. (Bad input is a
+    `ValueError`: exit code 2.)"""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, without gloo's advice, and the second one if the
-    first ends with a colon; of an error without a message, its name."""
+    """Return the first line of an error's message, and the second too if the first ends with a
+    colon. Gloo's advice is cut off. An error without a message gives its name."""
     name = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
     line, *others = str(error).strip().split("\n")
     if line.endswith(":") and others:
@@ -188,8 +188,8 @@ def first_line(error: BaseException) -> str:
 
 
 def fail(message: str) -> NoReturn:
-    """Print `error: message` once on each machine and exit, before the ranks have met. The launcher
-    ends the other ranks: if one of them ended first, this one might not print."""
+    """Print `error: message` once on each machine and exit. For errors before the ranks can talk.
+    The other ranks sleep: the launcher ends all when one ends, perhaps before this one prints."""
     if int(os.environ.get("LOCAL_RANK", 0)) > 0:
         time.sleep(60)
     else:
@@ -198,20 +198,21 @@ def fail(message: str) -> NoReturn:
 
 
 def fail_in_thread(error: BaseException) -> None:
-    """End this process for an error in a thread: the main one may wait in a collective for ever."""
+    """End this process for an error in a thread. The main thread may wait in a collective."""
     sys.excepthook(type(error), error, error.__traceback__)
 
 
 def report_and_exit(store, rank: int, kind: type, error: BaseException, trace: object) -> NoReturn:
-    """Handle an uncaught exception: `sys.excepthook` of every rank, with the store of the launch.
+    """Handle an uncaught exception. `setup` makes this the `sys.excepthook` of every rank; in the
+    `store` of the launch the ranks agree which of them failed first and prints.
 
-    The exit is immediate, as exit hooks of vLLM and NCCL wait for ranks that may be gone. Then the
-    collectives of the other ranks fail, or the launcher ends them."""
+    The process exits at once, without exit hooks: those of vLLM and NCCL wait for ranks that may be
+    gone. The collectives of the other ranks then fail, or the launcher ends them."""
     REPORT.acquire()
     code = 1
     try:
         if threading.current_thread() is threading.main_thread():
-            note_signals()  # print first if the launcher ends this rank because another one ended
+            note_signals()  # the launcher may end this rank meanwhile: print first
         try:
             is_first = store.add("failed", 1) == 1
         except RuntimeError:  # the store's machine is gone: every other machine prints a line
@@ -226,8 +227,9 @@ def report_and_exit(store, rank: int, kind: type, error: BaseException, trace: o
 
 
 def explain(error: BaseException, rank: int) -> tuple[int, str]:
-    """Return the exit code and the text for an uncaught exception: one line for bad input, which is
-    a ValueError raised by the project, and for what happens to a run. A bug keeps its traceback."""
+    """Return the exit code and the text for an uncaught exception. Bad input (a `ValueError` that
+    the project's own code raises) and accidents of a run, such as a full disk, give one line. A bug
+    keeps its traceback."""
     line = brief(" ".join(str(error).splitlines()))  # file names may have line breaks
     if isinstance(error, ValueError):
         file = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
@@ -241,7 +243,7 @@ def explain(error: BaseException, rank: int) -> tuple[int, str]:
     if isinstance(error, MemoryError):
         return 1, f"error: rank {rank}: {first_line(error)}"
     stacks = "".join(traceback.format_exception(error)).rstrip()
-    # A library may raise another error while it handles the disk's.
+    # A library may raise an error of its own while it handles the disk's: search the whole trace.
     if problem := DISK_ERROR.search(stacks):
         return 1, f"error: writing to the disk failed: {problem[0].strip()}"
     if isinstance(error, OSError) and error.filename:
@@ -262,19 +264,19 @@ def is_lost_rank(error: BaseException) -> bool:
 
 def end_process() -> None:
     """End this process after its threads and exit hooks, as the last line of a script. Return if
-    another program, such as a profiler or pytest, runs the script and has work left.
+    another program, such as a profiler or pytest, runs the script: it has work left.
 
-    Python would finalize the interpreter. If a thread of gloo drops the last reference of a tensor
-    meanwhile, the process aborts: 2% of launches."""
+    Python would also finalize the interpreter. If a thread of gloo drops the last reference to a
+    tensor during that, the process aborts, as it did in 2% of launches."""
     callers = {frame.f_globals["__name__"] for frame, _ in traceback.walk_stack(sys._getframe())}
     if all(name == "__main__" or name.startswith(("common.", "extras.")) for name in callers):
-        threading._shutdown()  # joins the threads that are no daemons, as Python does
+        threading._shutdown()  # joins all threads but daemons, as Python does
         atexit._run_exitfuncs()
         exit_now(0)
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process as it is. As in Python, the code is 120 if output is lost."""
+    """Flush the output and end at once. If output is lost, the code is 120 as in Python."""
     try:
         print(end="", flush=True)
     except (OSError, ValueError):  # the reader of a pipe has gone, or the stream is closed
