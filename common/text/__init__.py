@@ -1,1 +1,1 @@
-"""Rows of files and of the hub -> messages -> the text of prompts and turns -> token ids."""
+"""Data: rows of files and of the hub -> messages -> text of prompts and turns -> token ids."""

@@ -1,5 +1,5 @@
-"""The chat template: messages -> text, in the form that the template reads, and the tokens that end
-turns."""
+"""The chat template: turns messages into text. Also finds out what this template expects, and which
+tokens end a turn. The encoder (encode.py, turns.py) uses it."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ from common.text.messages import (
     with_thought,
 )
 
-# Messages of the conversations that probe a template.
+# Messages of short conversations that are rendered to find out what a template does ("probes").
 MARK = "(here the model spoke)"
 ASKED = dict(role="user", content="?")
 SAID = dict(role="assistant", content=MARK)
@@ -35,27 +35,28 @@ RESULT = dict(role="tool", name="probe", tool_call_id=CALL["id"], content="?")
 _X = dict(x=dict(type="integer", description="x"), s=dict(type="string", description="s"))
 _PROBED = dict(name="probe", description="Probe.", parameters=dict(type="object", properties=_X))
 PROBE = dict(_source="--tools", tools=[dict(type="function", function=_PROBED)])
-RENDER_SECONDS = 10.0  # of a row, and of all probes
+RENDER_SECONDS = 10.0  # time limit for rendering one row, and for all probes together
 SET_HERE = ("messages", "tools", "add_generation_prompt")  # `ChatTemplate.render` sets these
 
 
 class TurnEnd(NamedTuple):
     """How a template ends a turn of the model."""
 
-    token: str  # the last token of the turn that the model samples
-    last: str  # what the model samples after its answer: other tokens, if any, and `token`
-    appended: bool = False  # the template writes no token after a last turn, so we add it
+    token: str  # the token with which the model ends its turn
+    last: str  # all that the model samples after its answer, mostly `token` alone
+    appended: bool = False  # whether we add the token: the template writes none after a last turn
 
 
 class ChatTemplate:
     """Chat template of the tokenizer, with the variables of `--template_kwargs`.
 
-    Templates differ in the form of the content they read (text or parts), in where they put
-    thoughts, in whether they know developers, and in how they end a turn. Probes find out."""
+    Templates differ: some read content as text and some as a list of parts, they put thoughts in
+    different places, not all know the role developer, and they end turns differently. The
+    constructor renders short conversations to find out what this one does."""
 
     def __init__(self, tokenizer, template_kwargs: tuple[str, ...] = (), label: str | None = None):
-        """Parse `--template_kwargs`. Raises `ValueError` if the template does not render, ignores a
-        variable or takes too long for the probes together."""
+        """Raises `ValueError` if the template does not render a simple conversation, does not read
+        a variable of `--template_kwargs`, or takes too long for the probes."""
         self.tokenizer = tokenizer
         self._added = any_of(map(str, tokenizer.added_tokens_decoder.values()))
         label = label or f"--model {tokenizer.name_or_path}"
@@ -70,7 +71,7 @@ class ChatTemplate:
         self.in_parts = self._reads_parts(label)
         self.variables, self.words = _names_read(tokenizer)
         self.kwargs = self._checked("--template_kwargs", _variables(template_kwargs))
-        # Whether a thought beside the content is shown, in turns with calls and in others.
+        # Does the template show `reasoning_content`: in turns with calls (True), in others (False)?
         self._shows_thoughts = {
             "tool_calls" in turn: MARK in self._probe(ASKED, turn | dict(reasoning_content=MARK))
             for turn in (SAID | dict(content="!"), CALLED)
@@ -78,9 +79,9 @@ class ChatTemplate:
         self.shows_developer = MARK in self._probe(SAID | dict(role="developer"), ASKED)
         prompt = self._probe(ASKED, add_generation_prompt=True)
         shared = os.path.commonprefix([prompt, self._probe(ASKED)])
-        # text between a question and the reply, such as <|im_start|>assistant\n
+        # text that starts a reply, such as <|im_start|>assistant\n
         self.header = prompt[len(shared) :] if shared else ""
-        # None if the template does not show the text of an assistant's turn
+        # None if the template does not show the text of an assistant's turn as it is
         self.end = self._find_end(SAID, ASKED, MARK)
         marked = CALL | dict(function=dict(name=MARKED_CALL, arguments=dict(x=1)))
         self.end_of_calls = self._find_end(CALLED | dict(tool_calls=[marked]), RESULT, MARKED_CALL)
@@ -88,9 +89,9 @@ class ChatTemplate:
     # ---- text ----
 
     def render(self, row: dict, messages: list[dict], add_generation_prompt: bool = False) -> str:
-        """Return the text of a conversation; with `add_generation_prompt` up to the start of the
-        next reply. The row's `tools`, if any, are a list of schemas; its `chat_template_kwargs` are
-        variables of the template."""
+        """Return the text of a conversation and, with `add_generation_prompt`, of the start of the
+        next reply. The row may have `tools`, a list of schemas, and `chat_template_kwargs`, further
+        variables of the template. Raises `ValueError` if the template does not read them."""
         label = row.get("_source")
         tools = row.get("tools") or None
         if tools and "tools" not in self.variables:
@@ -116,8 +117,8 @@ class ChatTemplate:
         return message
 
     def _checked(self, label: str, variables: dict[str, object] | str) -> dict[str, object]:
-        """Return variables of the template, which may be JSON text. Raises `ValueError` for one
-        that it does not read, or that the data determines."""
+        """Return the variables, which may be JSON text, as a dict. Raises `ValueError` for one that
+        the template does not read, or that comes from the messages of the rows."""
         with contextlib.suppress(ValueError):
             variables = json.loads(variables) if isinstance(variables, str) else variables
         if not isinstance(variables, dict):
@@ -130,9 +131,9 @@ class ChatTemplate:
         return variables
 
     def normal(self, messages: list[dict]) -> list[dict]:
-        """Return the messages in the form that the template expects. An assistant's text ends
-        before the tokens that end its turn, because the template adds them. A thought stands beside
-        the content if the template reads it there, else in the content."""
+        """Return the messages in the form that the template expects. End tokens are cut off the
+        text of an assistant, because the template adds them. A thought goes into
+        `reasoning_content` if the template reads it there, else into the content."""
         written = (self.end.token if self.end else "", self.tokenizer.eos_token or "")
         ends = tuple(filter(None, map(str.strip, written)))
         normal = []
@@ -159,18 +160,18 @@ class ChatTemplate:
         return normal
 
     def role(self, role: str) -> str:
-        """Return the name of a role in the template: developers may be the system, an `observation`
-        or `ipython` may be the role tool."""
+        """Return the template's name for a role. If it does not know developers, they are the
+        system. Results of calls (`observation`, `ipython`) are the role tool if it knows that."""
         if role == "developer" and not self.shows_developer:
             return "system"
         return "tool" if role in RESULTS and "tool" in self.words else role
 
     def end_of(self, turn: dict) -> TurnEnd | None:
-        """Return how the template ends a turn of the model like `turn`."""
+        """Return how the template ends a turn of this kind: with tool calls, or without."""
         return self.end_of_calls if turn.get("tool_calls") else self.end
 
     def added_tokens(self, text: str) -> list[tuple[str, int]]:
-        """Return the special and added tokens in a text, each with the place where it ends."""
+        """Find the special and added tokens in a text. Return each with the place where it ends."""
         return [(match[0], match.end()) for match in self._added.finditer(text)]
 
     # ---- probes ----
@@ -186,7 +187,7 @@ class ChatTemplate:
         return False
 
     def _probe(self, *messages: dict, add_generation_prompt: bool = False) -> str:
-        """Return the text of a conversation; empty if the template refuses it."""
+        """Render a short conversation. The text is empty if the template refuses it."""
         has_calls = any("tool_calls" in message for message in messages)
         row = PROBE if has_calls and "tools" in self.variables else {}
         try:
@@ -195,9 +196,9 @@ class ChatTemplate:
             return ""
 
     def _find_end(self, turn: dict, after: dict, mark: str) -> TurnEnd | None:
-        """Find out how the template ends `turn`, in whose text `mark` stands. The end token is the
-        last one after the mark that stands there both where the conversation ends and where it goes
-        on."""
+        """Find out how the template ends `turn`, whose text contains `mark`. Render it once as the
+        last message and once with a message `after` it. The end token is the last token behind the
+        mark that both texts have there."""
         _, found, tail = self._probe(ASKED, turn).partition(mark)
         _, _, earlier = self._probe(ASKED, turn, after).partition(mark)
         if not found:
@@ -221,8 +222,8 @@ class ChatTemplate:
 
 
 def _names_read(tokenizer) -> tuple[set[str], set[str]]:
-    """Return the variables that the tokenizer's template, or one of its templates, reads, and all
-    names of attributes and keys in it."""
+    """Return the variables that the tokenizer's template reads, and all names of attributes and
+    keys in it. If the tokenizer has several templates, return those of all."""
     templates = tokenizer.chat_template
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     names: set[str] = set()
@@ -246,14 +247,15 @@ def _variables(template_kwargs: tuple[str, ...]) -> dict[str, object]:
 
 
 def any_of(words: Iterable[str]) -> re.Pattern:
-    """Return a pattern that finds `words`, the longest one first, and ignores blank words."""
+    """Return a pattern that finds any of `words`. It prefers long words to shorter ones, and leaves
+    out blank ones."""
     words = sorted(filter(str.strip, words), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, words)) or r"(?!)")
 
 
 def rendered(tokenizer, messages: list[dict], label: str, **options) -> str:
-    """Return the text of a conversation. Raises `ValueError`, which begins with `label`, if the
-    template refuses it."""
+    """Return the text of a conversation. If the template refuses it, raises a `ValueError` that
+    begins with `label`."""
     try:
         render = tokenizer.apply_chat_template
         return within(RENDER_SECONDS, render, messages, tokenize=False, **options)
@@ -276,9 +278,9 @@ def use_template(tokenizer, file: str) -> None:
 
 
 def end_of_turn(tokenizer, calls: bool = False) -> int | None:
-    """Return the token that the tokenizer's chat template writes at the end of a turn of the model,
-    which may be another one for turns with calls; None without such a token. Some tokenizers list
-    it as an added token only."""
+    """Return the token that the tokenizer's chat template writes at the end of the model's turns
+    (`calls`: of those with tool calls), or None if it writes none. The token may be an added token
+    that is not special."""
     chat = ChatTemplate(tokenizer)
     end = chat.end_of_calls if calls else chat.end
     is_written = end and not (end.appended and end.token == (tokenizer.eos_token or ""))

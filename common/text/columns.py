@@ -1,4 +1,5 @@
-"""The columns of a row: their new names, those that a script reads, and what would be lost."""
+"""The columns of the data: rename them (`--columns`), choose those that a script reads, and refuse
+data of which a part of the prompt or answer would be ignored."""
 
 import hashlib
 import os
@@ -28,9 +29,9 @@ KTO_COLUMNS = (
     ("conversations", "label"),
 )
 PROMPT_COLUMNS = (("prompt",), ("question",), ("input",))  # online scripts sample from these
-# The encoder reads these beside the others.
+# The encoder reads these columns too, whatever the script chooses.
 READ_TOO = ("tools", "system", "system_prompt", "chat_template_kwargs", "image", "images")
-# By its name, a column is a part of what the model was asked, or of what it answered.
+# A column with one of these names is probably a part of what the model was asked, or answered.
 ASKED = tuple(
     "prompt messages conversations instruction instructions question problem query input inputs"
     " context contexts history document documents passage passages options choices".split()
@@ -44,9 +45,10 @@ OUR_COLUMNS = ("_source", *ADDED_COLUMNS)
 
 
 def choose_columns(flag: str, rows: Iterable[dict], choices: Sequence[Columns]) -> Columns:
-    """Return the columns that a script reads. Every dataset must have all columns of the choice in
-    some row; of such `choices` each row votes for the first one that it has, and most votes win.
-    Raises `ValueError` if no choice fits."""
+    """Return the columns that a script reads: one of its `choices`. A choice is possible if every
+    dataset has some row with all its columns. Each row then votes for the first possible choice
+    whose columns it has, and the choice with most votes wins. Raises `ValueError` if none is
+    possible."""
     names_of: dict[str | None, Counter[Columns]] = {}  # columns with values, of each dataset
     first_rows: dict[str | None, dict] = {}
     for row in rows:
@@ -78,9 +80,9 @@ def choose_columns(flag: str, rows: Iterable[dict], choices: Sequence[Columns]) 
 def require_columns(
     flag: str, rows: Collection[dict], choices: Sequence[Columns], also_read: Collection[str] = ()
 ) -> Columns:
-    """Return the columns that a script reads, see `choose_columns`; `also_read`: names of others.
-    Raises `ValueError` if a column would be ignored that is a part of the prompt or of the answer
-    by its name, such as `context`."""
+    """Return the columns that a script reads (`choose_columns`). Raises `ValueError` if it would
+    ignore a column whose name says that it belongs to the prompt or the answer, such as `context`.
+    `also_read`: further columns that something reads."""
     columns = choose_columns(flag, rows, choices)
     require_all_read(flag, rows, columns, also_read)
     return columns
@@ -89,8 +91,8 @@ def require_columns(
 def require_all_read(
     flag: str, rows: Iterable[dict], columns: Columns, also_read: Collection[str] = ()
 ) -> None:
-    """Raise `ValueError` for a part of a prompt or of an answer that nothing reads, unless its text
-    stands in what is read."""
+    """Raise `ValueError` if nothing reads a column that belongs to the prompt or the answer by its
+    name, unless the columns that are read contain its text."""
     parts = {*ASKED, *ANSWERED} - {*columns, *also_read}
     if columns in PROMPT_COLUMNS:
         parts -= {*CONVERSATIONS, *ANSWERED}  # they have the answer
@@ -99,7 +101,7 @@ def require_all_read(
     lost: dict[str, str] = {}
     for row in rows:
         names = [name for name in row if name in parts and not is_blank(row[name])]
-        if names and all(row.get(name) is not None for name in columns):  # else it is a bad row
+        if names and all(row.get(name) is not None for name in columns):  # others are bad rows
             for name in names:
                 if not _stands_in(row, name, columns):
                     lost.setdefault(name, row["_source"])
@@ -118,11 +120,10 @@ def require_all_read(
 
 
 def _stands_in(row: dict, name: str, columns: Columns) -> bool:
-    """Return whether an unread column is no loss, because all its texts are whole words of what is
-    read. A part of the answer may be in prompt or answer, other columns must be in the prompt.
-    Where `text` is read, prompt, completion and conversations do not count: `text` does not tell
-    which part to train.
-    """
+    """Return whether ignoring the column `name` loses nothing, because the columns that are read
+    contain all its texts, as whole words. A part of the answer may stand in the prompt or the
+    answer, other columns must stand in the prompt. If only `text` is read, ignoring prompt,
+    completion or conversations does lose something: which part of the text to train."""
     if columns == ("text",) and name in ("prompt", "completion", *CONVERSATIONS):
         return False
     if columns[0] == "chosen":
@@ -155,9 +156,9 @@ def is_blank(value: object) -> bool:
 
 
 def unread_columns(rows: list[dict], columns: Columns) -> dict[str, str]:
-    """Return the columns that nothing reads beside `columns`, each with the place of the first row
-    that has a value in it. Columns that begin with `_` are left out: they are ours, or the user
-    wants them ignored."""
+    """Return the columns that are neither in `columns` nor read by the encoder, each with the place
+    of the first row that has a value in it. Columns that begin with `_` are left out: they are
+    ours, or the user wants them ignored."""
     found: dict[str, str] = {}
     for row in rows:
         for name, value in row.items():
@@ -172,9 +173,9 @@ def unread_columns(rows: list[dict], columns: Columns) -> dict[str, str]:
 
 
 def rename_columns(rows: list[dict], columns: Sequence[str]) -> list[dict]:
-    """Return rows with columns renamed as new=old, each row that has the old column. An old name
-    may lead into a column: `reward_model.ground_truth`. Raises `ValueError` if a row has a new name
-    already."""
+    """Rename columns, given as new=old, in each row that has the old column. The old name may be a
+    path into a column, such as `reward_model.ground_truth`. Raises `ValueError` if a row already
+    has a column with the new name."""
     old_names = pairs_of("columns", columns)
     return [_renamed(row, old_names) for row in rows] if old_names else rows
 
@@ -192,8 +193,9 @@ def _renamed(row: dict, old_names: dict[str, str]) -> dict:
 
 
 def _found(value: object, name: str) -> list:
-    """Return [the value of this name], or []. A name that is no key is a path: in `a.b.0`, a and b
-    are keys and 0 is the first member of a list. Keys may contain dots."""
+    """Look a name up in a row: return [value], or [] if there is none. If the name is not a key, it
+    is a path: `a.b.0` is the first member of the list at key b of the object at key a. Keys may
+    contain dots themselves."""
     if isinstance(value, list):
         value = {str(i): member for i, member in enumerate(value)}
     if not isinstance(value, dict):
@@ -206,8 +208,8 @@ def _found(value: object, name: str) -> list:
 
 
 def require_old_names(data: str, rows: Iterable[dict], columns: Sequence[str]) -> None:
-    """Raise `ValueError` for a pair new=old of `--columns` if no row has the old name, or if the
-    new one is ours. Reads rows until all are found."""
+    """Raise `ValueError` for a pair new=old of `--columns` if no row has the column `old`, or if we
+    use the name `new` ourselves. Reads rows only until all old names are found."""
     missing = pairs_of("columns", columns)
     ours = [name for name in missing if name in OUR_COLUMNS]
     if ours:
@@ -235,13 +237,14 @@ def require_old_names(data: str, rows: Iterable[dict], columns: Sequence[str]) -
 
 
 def prompt_digest(row: dict) -> bytes:
-    """Return a digest of what the model is asked in a row: the same for a text and a user's message
-    with it. A row without a column for it is taken whole."""
+    """Return a digest of what the model is asked in a row: it finds prompts that are trained and
+    held out. A text and a user's message with this text have the same digest. If no column holds
+    the question, the digest is of the whole row."""
     asked = [
         row[name][:-1] if name in CONVERSATIONS and isinstance(row[name], list) else row[name]
         for name in PROMPT_PARTS
         if name in row
-    ]  # the last turn of a conversation is the answer
+    ]  # without the last turn of a conversation, which is the answer
     texts = texts_of(asked)
     texts = texts or common_start(row.get("chosen"), row.get("rejected"))
     texts = texts or texts_of(row.get("text"))
@@ -250,7 +253,7 @@ def prompt_digest(row: dict) -> bytes:
 
 
 def common_start(chosen: object, rejected: object) -> list[str]:
-    """Return the texts with which both sides of a pair begin."""
+    """Return the texts that both sides of a preference pair share at their start."""
     if isinstance(chosen, str) and isinstance(rejected, str):
         return texts_of(os.path.commonprefix([chosen, rejected]))
     if isinstance(chosen, list) and isinstance(rejected, list):
@@ -260,7 +263,7 @@ def common_start(chosen: object, rejected: object) -> list[str]:
 
 
 def texts_of(value: object) -> list[str]:
-    """Return the texts in a value, of messages their contents, without white space at the ends."""
+    """Return all texts in a value, stripped. Of messages only the contents count."""
     if isinstance(value, str):
         return [text] if (text := value.strip()) else []
     if isinstance(value, dict):

@@ -1,4 +1,5 @@
-"""Rows -> token ids with loss masks. As in TRL, the columns of a row determine its use."""
+"""Data rows -> token ids with loss masks: prompts to sample from, and samples to train on. As in
+TRL, the columns of a row say how it is used."""
 
 import re
 from array import array
@@ -30,18 +31,18 @@ COLUMNS_OF_CHATS = ("tools", "chat_template_kwargs", "system", "system_prompt")
 
 
 class Encoder:
-    """Encoder of rows for training and sampling. A prompt has the same ids in both. Ids are
+    """Encodes rows for training and for sampling. A prompt has the same ids in both. Ids are
     `array("i")`, masks `bytes`."""
 
     def __init__(
         self, tokenizer, args: DataArgs, image_args: ImageArgs = NO_IMAGES,
         prompt_format: str | None = None,
     ):  # fmt: skip
-        """`prompt_format`: another model's, such as the student's, in whose form a teacher reads
-        the prompts with its own tokenizer. Default: by the flags."""
+        """`prompt_format`: the format of another model. A teacher with its own tokenizer reads the
+        prompts in the student's format. Default: the format by the flags and the tokenizer."""
         self.tokenizer = tokenizer
         self.prompt_format = prompt_format or format_of(tokenizer, args)
-        # Gemma 3 of text has no embedding for the tokenizer's image token.
+        # Not the tokenizer's size: Gemma 3 without images has no embedding for the image token.
         path = model_of(tokenizer)
         self.ids_end = len(tokenizer) if path is None else vocabulary_size(path)
         self.system_prompt = args.system_prompt
@@ -57,12 +58,12 @@ class Encoder:
             if flags:
                 problem = "the tokenizer has no chat template, or --prompt_format plain"
                 raise ValueError(f"--{flags[0]}: {problem} does not use it; set --chat_template")
-        self.ends = {tokenizer.eos_token} - {None, ""}  # texts that end a completion
+        self.ends = {tokenizer.eos_token} - {None, ""}  # texts of the tokens that end a completion
         if self.chat and self.chat.end and self.chat.end.token:
             self.ends.add(self.chat.end.token)
         self._no_text = re.compile(rf"<think>\s*</think>|{any_of(self.ends).pattern}")
         self.text_ids = TextIds(tokenizer, self.ends, reads_hidden=args.special_text == "text")
-        self.said: dict[str, str] = {}  # the note of each kind that has been printed
+        self.said: dict[str, str] = {}  # notes that have been printed, one of each kind
         self.images = None
         if image_args.vision is not None:
             with extra("images", f"--vision {image_args.vision}"):
@@ -72,8 +73,8 @@ class Encoder:
     # ---- prompts ----
 
     def prompt(self, row: dict, columns: tuple[str, ...]) -> array:
-        """Return the prompt ids of an RL row, up to the start of the reply. A turn of the model at
-        the end of the prompt is continued. Without columns there is no prompt."""
+        """Return the prompt ids of an RL row, up to the start of the reply. If the prompt ends with
+        a turn of the model, the model continues this turn. Without columns the prompt is empty."""
         if not columns:
             return array("i")
         asked = self.as_asked(row, columns[0])
@@ -88,8 +89,8 @@ class Encoder:
         return ids
 
     def as_asked(self, row: dict, column: str) -> list[dict] | str:
-        """Return a prompt: messages or, without a chat template, text. A question as text ends with
-        a line break."""
+        """Return what is asked in `column`: messages, or text if no chat template is used. A text
+        from the column `question` gets a line break at its end."""
         messages = self._messages(row, column)
         asked = messages
         if messages is None:
@@ -117,9 +118,10 @@ class Encoder:
         calls: list[dict] | None = None,
         tools: list[dict] | None = None,
     ) -> list[int]:
-        """Return the ids between two turns of the model: those of `messages`, up to the start of
-        the second turn. The template's end token is in front of them if the first turn stopped at
-        another `last_token`. `calls`: tool calls of the first turn."""
+        """Return the ids that stand between two turns of the model: `messages`, such as results of
+        tools, and the start of the second turn. If the first turn stopped at another `last_token`
+        than the template's end token, the end token comes before them. `calls`: tool calls of the
+        first turn."""
         row = dict(_source="the messages between two turns", tools=tools, messages=messages)
         if (messages := messages_field(row, "messages")) is None:
             raise bad_row(row, "they are no list")
@@ -135,9 +137,10 @@ class Encoder:
     def sft(
         self, row: dict, columns: tuple[str, ...], train_on: str = "completion"
     ) -> list[Sample]:
-        """Encode a supervised row as the sequences of its conversation, one or several. `train_on`
-        says what is trained. `completion`: the completion or every turn of the model, with its end;
-        `last`: the last turn of the model alone; `all`: everything but images, as one sequence."""
+        """Encode a supervised row as one sequence, or as several if the chat template rewrites
+        earlier turns. `train_on` says what is trained. `completion`: the completion, or every turn
+        of the model with its end token; `last`: only the last turn of the model; `all`: everything
+        but images, always in one sequence."""
         if len(columns) == 1 and columns[0] in CONVERSATIONS:
             messages = self._messages(row, columns[0])
             if self.chat is None:
@@ -158,8 +161,8 @@ class Encoder:
         return self._prompt_completion(row, *columns, train_on=train_on)
 
     def completion(self, row: dict, prompt: str, completion: str) -> Sample:
-        """Encode a prompt and a completion, for objectives that score completions. Raises
-        `ValueError` for a completion without text, or that is not one sequence."""
+        """Encode a prompt and a completion, for scripts such as dpo.py that score completions.
+        Raises `ValueError` if the completion has no text, or is not a single sequence."""
         samples = self._prompt_completion(row, prompt, completion)
         if not samples:
             raise bad_row(row, f"column {completion}: no turn of the model is trained (weight 0)")
@@ -202,8 +205,9 @@ class Encoder:
     def _conversation(
         self, row: dict, messages: list[dict], first_trained: int, train_on: str
     ) -> list[Sample]:
-        """Return the sequences that train the turns of the model from message `first_trained` on.
-        A turn whose prompt goes on from the sequence before it belongs to that sequence."""
+        """Return the sequences on which the model's turns from message `first_trained` on are
+        trained. If the prompt of a turn begins with the whole sequence before, the turn is appended
+        to that sequence."""
         template_row, messages = template_form(self.chat, row, messages)
         if train_on == "all":
             text = whole_of(self.chat, template_row, messages, first_trained)
@@ -229,7 +233,8 @@ class Encoder:
     # ---- messages and text ----
 
     def _messages(self, row: dict, column: str) -> list[dict] | None:
-        """Return a column as messages, None if it has none. Report keys that nothing reads."""
+        """Return a column as messages; None if it holds something else. Prints keys of messages
+        that nothing reads, and unknown roles."""
         messages = messages_field(row, column)
         if messages and self.chat:
             for key in sorted(unread_keys(given_messages(row, column), self.chat.words)):
@@ -241,7 +246,7 @@ class Encoder:
         return messages
 
     def _text(self, row: dict, column: str) -> str:
-        """Return a text to train on. Raises `ValueError` for an empty one."""
+        """Return a column as a text to train on. Raises `ValueError` if it is empty."""
         text = text_field(row, column)
         if self._is_blank(row, dict(role="assistant", content=text)):
             raise bad_row(row, f"column {column} is empty")
@@ -250,8 +255,8 @@ class Encoder:
     def _require_text(
         self, row: dict, messages: list[dict], first_trained: int, train_on: str
     ) -> None:
-        """Raise `ValueError` for an empty turn of the model that is trained, or an empty question
-        before it."""
+        """Raise `ValueError` if a turn of the model that is trained, or the question before it, is
+        empty."""
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and is_wanted(m)]
         trained = [i for i in answers if i >= first_trained]
         for i in trained[-1:] if train_on == "last" else trained:
@@ -262,15 +267,15 @@ class Encoder:
                     raise bad_row(row, f"{turn}: it is empty")
 
     def _is_blank(self, row: dict, message: dict) -> bool:
-        """Return whether a message has no text besides tokens that end turns, no call, no thought
-        and no image."""
+        """Return whether a message is empty: no text but end tokens, no call, thought or image."""
         has_image = message["role"] == "user" and (row.get("image") or row.get("images"))
         if has_image or message.get("tool_calls") or message.get("reasoning_content"):
             return False
         return not self._no_text.sub("", message["content"]).strip()
 
     def _with_system(self, row: dict, messages: list[dict]) -> list[dict]:
-        """Return the messages with the system text of the row, or else of `--system_prompt`."""
+        """Put the system text of the row, or else that of `--system_prompt`, before the messages.
+        Messages that have a system text keep theirs."""
         columns = [column for column in ("system", "system_prompt") if row.get(column)]
         own, *other = [text_field(row, column) for column in columns] or [None]
         if other not in ([], [own]):
@@ -283,7 +288,7 @@ class Encoder:
         return [dict(role="system", content=system), *messages] if system else messages
 
     def _with_special_text(self, row: dict, messages: list[dict]) -> list[dict]:
-        """Return the messages with marks of images, and `--special_text` applied to their texts."""
+        """Return the messages with a mark for each image, and with `--special_text` applied."""
         applied = []
         for message in self._with_images(row, messages):
             has_end = message["role"] == "assistant"
@@ -294,9 +299,9 @@ class Encoder:
     def _special_text(
         self, row: dict, value: object, has_end: bool = False, has_bos: bool = False
     ) -> object:
-        """Return a text of the data, or a value with texts, as `--special_text` reads it: report
-        the first special token, or hide all so that they stay text. With `has_end`, a token that
-        ends turns may end the text; with `has_bos`, BOS may begin it."""
+        """Apply `--special_text` to a text of the data, or to the texts in a value: print a note
+        about the first special token, or hide all of them, so that they are tokenised as plain
+        text. BOS at the start (`has_bos`) and an end token at the end (`has_end`) stay tokens."""
         if isinstance(value, dict):
             return {key: self._special_text(row, item) for key, item in value.items()}
         if isinstance(value, list):
@@ -321,13 +326,14 @@ class Encoder:
             distributed.say(note)
 
     def _with_eos(self, ids: array) -> array:
-        """Append EOS, unless the ids end with it already."""
+        """Append EOS unless the ids already end with it."""
         eos = array("i", [self.tokenizer.eos_token_id])
         return ids if ids[-1:] == eos else ids + eos
 
     def _ids(self, row: dict, text: str, adds_bos: bool = False, after: str | None = None) -> array:
-        """Tokenise a text, or with `after` what the model says for it after this prompt. Raises
-        `ValueError` for a token that the model lacks, and for an image in what the model says."""
+        """Tokenise a text; with `after`, into the ids that the model samples for it after this
+        prompt. Raises `ValueError` for a token that the model has no embedding for, and for an
+        image in a turn of the model."""
         try:
             if after is None:
                 ids = self.text_ids.ids(text, adds_bos)
@@ -346,8 +352,8 @@ class Encoder:
     # ---- images ----
 
     def _with_images(self, row: dict, messages: list[dict]) -> list[dict]:
-        """Return messages with a mark for each image; images become files. Raises `ValueError` for
-        videos and sounds, and for images in a run without `--vision`."""
+        """Return messages with a mark for each image, and store the images as files. Raises
+        `ValueError` for videos and sounds, and for images in a run without `--vision`."""
         for name in ("video", "videos", "audio", "audios"):
             if row.get(name):
                 advice = f"only text and images are supported; --columns _{name}={name} ignores it"
@@ -361,22 +367,22 @@ class Encoder:
         return messages
 
     def _shown(self, row: dict, ids: array, count: int | None = None) -> tuple[array, dict]:
-        """Return the ids with the tokens that show the first `count` images of the row, and the row
-        with their places in `_images`."""
+        """Replace the marks of the first `count` images of the row by the tokens that stand for
+        them. Return the ids, and the row with the places of the images in `_images`."""
         if self.images is None:
             return ids, row
         ids, spans = self.images.expanded(row, ids, (row.get("images") or [])[:count])
         return ids, row | dict(_images=spans) if spans else row
 
     def _plain(self, row: dict, text: str, has_end: bool = False) -> str:
-        """Return the text that the tokenizer gets for a prompt without a chat template."""
+        """Prepare a prompt without a chat template for the tokenizer: images, and special text."""
         (message,) = self._with_images(row, [dict(role="user", content=text)])
         text = self._special_text(row, message["content"], has_end, has_bos=True)
         return text if self.images is None else self.images.in_plain_text(text)
 
 
 def all_trained(sample: Sample) -> Sample:
-    """Return a sample that trains all its ids but those of images."""
+    """Return the sample with a loss mask that trains all ids except those of images."""
     mask = bytearray([True]) * len(sample.ids)
     for span in sample.images:
         mask[span.start : span.end] = bytes(span.end - span.start)
@@ -385,7 +391,7 @@ def all_trained(sample: Sample) -> Sample:
 
 def truncate(sample: Sample, length: int) -> Sample:
     """Return the first `length` tokens of a sample. Raises `ValueError` if an image is cut."""
-    # The model reads all ids but the last one.
+    # The model does not read the last id, so an image that ends there is cut, too.
     if any(span.start < length <= span.end for span in sample.images):
         problem = f"its first {length} tokens end within an image; set --overlong drop"
         raise bad_row(sample.row, problem)

@@ -1,4 +1,4 @@
-"""Templates with the columns of a row in braces, and lettered options."""
+"""Fill text templates from a row: `{column}` stands for a column of the data."""
 
 import re
 import string
@@ -9,7 +9,7 @@ from common.parallel import distributed
 
 
 def columns_of(flag: str, template: str) -> set[str]:
-    """Return the columns in braces of a template. Raises `ValueError` if braces do not match."""
+    """Return the names in braces in a template. Raises `ValueError` if braces do not match."""
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(template)]
     except ValueError as error:
@@ -18,9 +18,9 @@ def columns_of(flag: str, template: str) -> set[str]:
 
 
 def template_filler(flag: str, template: str) -> Callable[[dict], str]:
-    """Return the function that replaces columns in braces by a row's values. The columns may also
-    be `lettered_options` and `right_letter`, of a row with options. Raises `ValueError` if braces
-    do not match or are empty."""
+    """Return a function that fills the template with the values of a row. For rows of multiple
+    choice, `{lettered_options}` and `{right_letter}` may be used like columns. Raises `ValueError`
+    if braces do not match or are empty."""
     fields = columns_of(flag, template)
     if "" in fields:
         raise ValueError(f"{flag}: {{}} names no column")

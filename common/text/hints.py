@@ -1,4 +1,4 @@
-"""Prompts with a hint for the teacher of self_distill.py."""
+"""Prompts with a hint, which the teacher of self_distill.py reads and the student does not."""
 
 from collections.abc import Callable
 
@@ -6,13 +6,13 @@ from common.text.encode import Encoder
 from common.text.filler import template_filler
 from common.text.messages import messages_field, text_field
 
-SAMPLED_HINTS = ("sibling", "feedback")  # these hints are no columns
+SAMPLED_HINTS = ("sibling", "feedback")  # these hints come from completions, not from a column
 
 
 def hint_filler(hint: str | None, template: str, rows: list[dict]) -> Callable[[dict], str]:
-    """Return the function that fills `--hint_template` with a row, its prompt and a hint. Raises
-    `ValueError` without `--hint`, if it is a column without any value, or for one of `rows` that
-    the template cannot use."""
+    """Return a function that fills `--hint_template` with a row, its prompt and a hint. Raises
+    `ValueError` if `--hint` is not set, if it names a column in which no row has a value, or if the
+    template cannot use one of `rows`."""
     if hint is None:
         raise ValueError("--hint: there is none; name a column, sibling or feedback")
     if hint not in SAMPLED_HINTS and not any(hint_of_row(row, hint) for row in rows):
@@ -26,7 +26,7 @@ def hint_filler(hint: str | None, template: str, rows: list[dict]) -> Callable[[
 
 
 def hint_of_row(row: dict, column: str) -> str:
-    """Return the text of a column; of messages, their contents; "" without a value."""
+    """Return a column as text: of messages, the contents; "" if the row has no value."""
     messages = messages_field(row, column)
     if messages is not None:
         return "\n\n".join(message["content"] for message in messages)
@@ -36,8 +36,8 @@ def hint_of_row(row: dict, column: str) -> str:
 def hinted_prompt(
     encoder: Encoder, column: str, fill: Callable[[dict], str], row: dict, hint: str
 ) -> list[int]:
-    """Return the ids of a row's prompt in `column` with a hint. The filled template replaces the
-    text of the prompt, or of its last message from the user."""
+    """Return the ids of a row's prompt, from `column`, with a hint. The filled template replaces
+    the prompt's text, or the last message from the user if the prompt is a list of messages."""
     messages = messages_field(row, column)
     if messages is None:
         text = fill(row | dict(prompt=text_field(row, column), hint=hint))

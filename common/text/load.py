@@ -1,4 +1,5 @@
-"""Rows -> samples of the training rows and of the held-out rows. The ranks share the encoding."""
+"""Load and encode the data of the scripts that train on data (`load_samples`): samples of the
+training rows and of the held-out rows. Each rank encodes a part of the rows."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,10 +22,10 @@ from common.text.files import BadRows
 from common.text.messages import bad_row
 from common.text.rows import require_held_out, train_and_eval_rows
 
-FIRST_ROWS = 20  # that are looked at for what a whole data set has
-ROWS_AT_ONCE = 1000  # rows that a rank encodes before the ranks exchange their samples
+FIRST_ROWS = 20  # look at this many rows to guess what is true of all
+ROWS_AT_ONCE = 1000  # a rank encodes this many rows before the ranks exchange their samples
 
-# Makes the samples of a row.
+# Each script has a function of this type, which makes the samples of a row.
 EncodeRow = Callable[[dict, Columns, Encoder, TrainArgs], list[Sample]]
 
 
@@ -51,9 +52,9 @@ class StreamArgs:
 
 
 class Samples(Sequence):
-    """The samples of each row, as a sequence: item i, the samples of `rows[i]`, is made by
-    `make(i)` whenever it is read. `all_rows` of held-out samples: all rows of the data, also those
-    that have no sample."""
+    """The samples of each row, as a sequence. Item i has the samples of `rows[i]`; `make(i)` makes
+    them each time they are read. Held-out samples also have `all_rows`: all rows of the data, even
+    those without a sample."""
 
     all_rows: Sequence[dict] = ()
 
@@ -77,14 +78,14 @@ def load_samples(
     optional: Sequence[str] = (), stream: bool = False, apart: bool = False,
     image_args: ImageArgs = NO_IMAGES,
 ) -> list[tuple[Samples, Counter]]:  # fmt: skip
-    """Return samples of training rows and of held-out rows. With each comes a counter: how many
-    rows were dropped or changed, by reason. With `stream` training rows are read when they are
-    drawn.
+    """Return the samples of the training rows and those of the held-out rows. With each comes a
+    counter: how many rows were dropped or changed, by reason. With `stream`, training rows are read
+    only when they are drawn.
 
-    `encode_row(row, columns, encoder, args)` makes the group of samples of a row. `columns` are the
-    first of `choices` that the data has, and each of `optional` that any row has. A group is
-    dropped as a whole unless its samples are trained `apart`. Collective. Raises `ValueError` for a
-    bad row, and if no row is left."""
+    `encode_row(row, columns, encoder, args)` makes the group of samples of a row. `columns` are one
+    of the `choices` (see `choose_columns`), and each of `optional` that some row has. If one
+    sample of a group must be dropped, the whole group is; with `apart`, only this sample. Raises
+    `ValueError` for a bad row, and if no row is left. Collective."""
     if stream:
         with extra("streaming", "--streaming"):
             from extras.streaming.streaming import load_stream
@@ -106,8 +107,8 @@ def load_samples(
 
 
 def say_unread(rows: list[dict], columns: Columns) -> None:
-    """Print the columns of the data that the script does not read, and answers that repeat their
-    prompts."""
+    """Print the columns of the data that the script does not read, and warn of answers that repeat
+    their prompts."""
     if unread := unread_columns(rows, columns):
         distributed.say(f"not used in training: {', '.join(unread)}")
     if columns[0] != "chosen":
@@ -115,7 +116,7 @@ def say_unread(rows: list[dict], columns: Columns) -> None:
 
 
 def _say_repeated(rows: list[dict], prompt: str, *answers: str) -> None:
-    """Print which answers repeat their prompt, if those of the first rows with two texts all do."""
+    """Warn of a column of answers if all answers in the first rows begin with their prompts."""
     for answer in answers:
         texts = [(row.get(prompt), row.get(answer)) for row in rows[:FIRST_ROWS]]
         texts = [pair for pair in texts if all(isinstance(x, str) and x.strip() for x in pair)]
@@ -129,8 +130,8 @@ def encode_all(
     apart: bool = False,
 ) -> tuple[Samples, Counter]:  # fmt: skip
     """Return the samples of all rows, and how many rows were dropped or changed, by reason. Every
-    rank encodes a part of the rows and gets all samples. Collective. Raises the error of the first
-    bad row on every rank."""
+    rank encodes a part of the rows, and gets the samples of all. If there is a bad row, every rank
+    raises the error of the first. Collective."""
     groups: list[list[Sample]] = []
     counts: Counter = Counter()
     bad = BadRows(args.on_bad_row)
@@ -155,7 +156,7 @@ def encode_all(
     for kind, note in distributed.gather_dict(encoder.said).items():
         encoder.say_once(note, kind)
     bad.report()
-    # The last sequence of a conversation has all its images.
+    # The row of the last sequence of a conversation names all its images.
     rows_of_groups = [group[-1].row for group in groups]
     return Samples(rows_of_groups, lambda i: with_shared_ids(groups[i])), counts
 
@@ -164,12 +165,11 @@ def encode(
     encode_row: EncodeRow, row: dict, columns: Columns, encoder: Encoder, args: TrainArgs,
     apart: bool = False,
 ) -> tuple[list[Sample], list[str]]:  # fmt: skip
-    """Return the samples of a row as they are kept, with at most `--max_length` tokens each, and
-    notes: why the row was dropped, so that there are no samples, or how it was changed. Raises
-    `ValueError` for a bad row.
+    """Return the samples of a row, with at most `--max_length` tokens each, and notes: how the row
+    was changed or, if there are no samples, why it was dropped. Raises `ValueError` for a bad row.
 
-    To save memory, a sample lacks the first ids that it shares with the one before it
-    (`with_shared_ids` puts them back), and lacks its row if that is `row`."""
+    To save memory, the first ids that a sample shares with the sample before it are left out
+    (`with_shared_ids` puts them back). So is the sample's row if it equals `row`."""
     group = encode_row(dict(row), columns, encoder, args)
     notes = []
     length = max((len(sample.ids) for sample in group), default=0)
@@ -185,13 +185,13 @@ def encode(
             group = short
         else:
             return [], ["dropped as too long (--max_length)"]
-    trained = [sample for sample in group if any(sample.loss_mask[1:])]  # the first has no target
+    trained = [sample for sample in group if any(sample.loss_mask[1:])]  # nothing predicts id 0
     if not trained or (len(trained) < len(group) and not apart):
         return [], ["dropped because no token is trained"]
     if len(group) == 2 and not apart and group[0].ids == group[1].ids:
         return [], ["with chosen = rejected, dropped"]
     notes += [f"with turns left out: {why}" for why in dict.fromkeys(group[0].turns_left_out)]
-    unknown = encoder.tokenizer.unk_token_id  # GPT-2 has its EOS here
+    unknown = encoder.tokenizer.unk_token_id  # for GPT-2 this is its EOS
     if unknown != encoder.tokenizer.eos_token_id and any(unknown in s.ids for s in group):
         notes.append("with characters that the tokenizer lacks")
     rows = [{} if sample.row == row else sample.row for sample in trained]
@@ -200,6 +200,5 @@ def encode(
 
 
 def reasons(counts: Counter) -> str:
-    """Return the number of rows by reason as text: `3 dropped as too long, 1 truncated`. Bad rows
-    are not counted."""
+    """Return the counts as text: `3 dropped as too long, 1 truncated`. Bad rows have no count."""
     return ", ".join(f"{count} {reason}" for reason, count in counts.items()) or "all are bad"

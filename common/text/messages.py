@@ -1,4 +1,5 @@
-"""Columns of a row: text, messages, tools and calls, checked and in one form."""
+"""Read the columns of a row that hold text, messages, tools and calls: check them, and bring the
+many forms in which data sets write messages into one. The encoder and rewards call this."""
 
 import contextlib
 import json
@@ -11,20 +12,20 @@ from typing_extensions import TypedDict  # pydantic's, below Python 3.12
 
 from common.parallel.process import brief
 
-IMAGE = "\ufffc"  # object replacement character: where an image stands in a text
-IMAGE_TYPES = ("image", "image_url")  # a message part of this type is an image
+IMAGE = "\ufffc"  # object replacement character: marks the place of an image in a text
+IMAGE_TYPES = ("image", "image_url")  # a message part of one of these types is an image
 IMAGE_KEYS = ("image", "url", "path", "image_url")  # one of these keys of the part has the image
-THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # thoughts beside the content
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # a message may have its thought here
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 ROLES |= dict(human="user") | dict.fromkeys(("gpt", "chatgpt", "bot", "model", "bard"), "assistant")
 RESULTS = ("observation", "tool_response", "ipython")  # other names of the role tool
-CALLS = "function_call"  # ShareGPT's role of a turn that is nothing but calls, as JSON
+CALLS = "function_call"  # ShareGPT's role of a turn that consists of calls only, written as JSON
 SYSTEM = ("system", "developer")
-CONVERSATIONS = ("messages", "conversations")  # columns; ShareGPT has the latter
+CONVERSATIONS = ("messages", "conversations")  # columns of whole conversations; ShareGPT's is last
 
 
 def bad_row(row: dict, problem: str) -> ValueError:
-    """Return an error that begins with the place of the row, in one line."""
+    """Return an error of one line that begins with the place of the row."""
     return ValueError(f"{row.get('_source')}: {brief(' '.join(problem.splitlines()))}")
 
 
@@ -32,7 +33,7 @@ def bad_row(row: dict, problem: str) -> ValueError:
 
 
 def text_field(row: dict, column: str) -> str:
-    """Return a column that must be a string. Raises `ValueError` with file and row number."""
+    """Return the text in a column. Raises `ValueError`, with file and row number, if it is none."""
     value = row.get(column)
     if not isinstance(value, str):
         problem = "is missing" if value is None else f"is {type(value).__name__}, expected a string"
@@ -42,7 +43,7 @@ def text_field(row: dict, column: str) -> str:
 
 
 def require_characters(row: dict, column: str, value: object) -> None:
-    """Raise `ValueError` for half a surrogate pair in a value of JSON: it has no UTF-8."""
+    """Raise `ValueError` if a value from JSON has half a surrogate pair: UTF-8 cannot write it."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     if not text.isascii() and re.search("[\ud800-\udfff]", text):
         problem = "contains a lone surrogate, which is not a character"
@@ -53,8 +54,8 @@ def require_characters(row: dict, column: str, value: object) -> None:
 
 
 def arguments_of(value: object) -> object:
-    """Return the arguments of a call, which may be JSON text; there may be none. Raises
-    `ValueError` for another text."""
+    """Return the arguments of a call as an object. They may be JSON text, or missing. Raises
+    `ValueError` for text that is not JSON."""
     while isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -93,9 +94,9 @@ class Message(TypedDict, total=False):
     tool_calls: list[Call]
     tool_call_id: str | int
     weight: bool
-    """whether the model's turn is trained, as OpenAI's fine-tuning has it"""
+    """whether the model's turn is trained, in OpenAI's format for fine-tuning"""
     train: bool
-    """the same, as Axolotl has it"""
+    """the same in Axolotl's format"""
 
 
 class Schema(TypedDict):
@@ -112,12 +113,12 @@ _TOOLS = TypeAdapter(list[Tool | Schema])
 
 
 def messages_field(row: dict, column: str) -> list[dict] | None:
-    """Return the column as messages with string content and tool calls with object arguments; None
-    if it is no list of them, nor the JSON text of one.
+    """Return a column as a list of messages in one form; None if it holds neither such a list nor
+    its JSON text. Raises `ValueError` for a malformed message.
 
-    Content may be a list of text parts. An assistant message with tool calls may lack content. A
-    thought beside the content is called `reasoning_content`. Roles have their usual names. Raises
-    `ValueError` for a malformed message."""
+    In this form the content is a string, the arguments of calls are objects, a thought stands in
+    `reasoning_content`, and roles have their usual names. In the data, the content may be a list of
+    parts, and a turn with calls may have none."""
     value = given_messages(row, column)
     if value is None:
         return None
@@ -139,9 +140,9 @@ def messages_field(row: dict, column: str) -> list[dict] | None:
 
 
 def _in_one_form(message: object) -> dict:
-    """Return a message without empty fields, its thought under one name, the images of its parts
-    under `images`. ShareGPT's `from` and `value` are role and content. All keys of calls stay, in
-    their order: templates may write a call as JSON."""
+    """Return a message in the form of `messages_field`: no empty fields, ShareGPT's `from` and
+    `value` renamed to role and content, and images of the parts listed under `images`. All keys of
+    a call stay, in their order: templates may write a call as JSON."""
     if not isinstance(message, dict):
         raise ValueError("Input should be a valid dictionary")
     message = {key: value for key, value in message.items() if value is not None}
@@ -176,7 +177,7 @@ def _in_one_form(message: object) -> dict:
         if images := [_image_of(part) for part in content if part["type"] in IMAGE_TYPES]:
             message["images"] = images
     checked = _MESSAGE.validate_python(message)
-    # In the order of `Message`, other keys after them.
+    # First the keys of `Message` in their order, then all others.
     message = checked | {key: message[key] for key in message if key not in checked}
     if calls != []:
         message["tool_calls"] = []
@@ -188,27 +189,27 @@ def _in_one_form(message: object) -> dict:
 
 
 def _image_of(part: dict) -> object:
-    """Return the image of a part as Qwen or OpenAI write it; None if a column of the row has it."""
+    """Return the image in a part, in Qwen's or OpenAI's form; None if it is in the row's column."""
     image = next((part[key] for key in IMAGE_KEYS if part.get(key)), None)
     return image["url"] if isinstance(image, dict) and "url" in image else image
 
 
 # ---- messages or text ----
 
-# Which column asks what this one answers.
+# For a column of answers: the column that holds the prompts.
 PROMPT_OF = dict(completion="prompt", chosen="prompt", rejected="prompt", answer="question",
                  output="input")  # fmt: skip
 
 
 def given_messages(row: dict, column: str) -> list | None:
-    """Return a column that is a list, or JSON text of messages, which a text table has in place of
-    lists; None for other text.
+    """Return the messages in a column as the data writes them; None if the column holds plain text.
+    Messages are a list or, in tables that have no lists, the JSON text of a list.
 
-    In `messages` and `conversations` all JSON is messages. In other columns JSON may be plain text:
-    a user may ask for some. There, each role must be known, and a prompt must have a turn of the
-    user. An answer must hold the prompt (the row has no prompt column) or repeat it, or its prompt
-    must be JSON text as well. Raises `ValueError` if only some messages have a known form, and for
-    an answer in JSON text to a prompt that is a list."""
+    In `messages` and `conversations` JSON text always means messages. In other columns it may be
+    plain text, since a user may ask for JSON. There, all roles must be known and, in a prompt, the
+    user must have a turn. An answer must repeat the prompt, unless the row has no column for the
+    prompt, or the prompt is JSON text of messages too. Raises `ValueError` if only some messages
+    have a known form, and for an answer in JSON text to a prompt that is a list."""
     value = row.get(column)
     if not isinstance(value, str):
         return value if isinstance(value, list) else None
@@ -216,7 +217,7 @@ def given_messages(row: dict, column: str) -> list | None:
     if messages is None or column in CONVERSATIONS:
         return messages
     prompt = PROMPT_OF.get(column)
-    has_prompt = prompt is not None and row.get(prompt) is None  # else `prompt` has it
+    has_prompt = prompt is not None and row.get(prompt) is None  # else its own column has it
     known = [_has_known_role(message) for message in messages]
     if (column == "prompt" or has_prompt) and any(known) and not all(known):
         problem = f"message {known.index(False) + 1} has another form or an unknown role"
@@ -239,7 +240,7 @@ def given_messages(row: dict, column: str) -> list | None:
 
 
 def _json_list(text: str) -> list | None:
-    """Return the list that a text holds as JSON if its first member is an object, else None."""
+    """Return the list if a text is JSON for a list whose first member is an object, else None."""
     if not re.match(r"\s*\[\s*\{", text):
         return None
     with contextlib.suppress(ValueError, RecursionError):
@@ -248,13 +249,13 @@ def _json_list(text: str) -> list | None:
 
 
 def role_of(message: dict) -> object:
-    """Return the usual name of a role, which may have another one; None if it is no text."""
+    """Return the role of a message by its usual name (`user` for `human`); None if not a text."""
     role = message["role"] if "role" in message else message.get("from")
     return ROLES.get(role.lower(), role) if isinstance(role, str) else None
 
 
 def _has_known_role(message: object) -> bool:
-    """Return whether a value is an object with a content and a role that we know."""
+    """Return whether a value looks like a message: it has a content, and a role that we know."""
     if not isinstance(message, dict):
         return False
     forms = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
@@ -263,9 +264,9 @@ def _has_known_role(message: object) -> bool:
 
 
 def prompt_apart(row: dict, prompt: str, answers: tuple[str, ...]) -> dict:
-    """Return the row with its prompt in column `prompt` alone. The messages of an answer may repeat
-    the prompt at their start, and add a system message that it lacks: this start becomes the
-    prompt. Raises `ValueError` if an answer begins with another question or system message."""
+    """Cut the prompt out of the `answers`. The messages of an answer may repeat the prompt at their
+    start, and add a system message that the prompt lacks: that start becomes the prompt. Raises
+    `ValueError` if an answer begins with another question or system message."""
     asked = _asked(row, prompt)
     system = asked[: _begins_with_system(asked)]
     apart: dict[str, list[dict]] = {}
@@ -286,14 +287,14 @@ def prompt_apart(row: dict, prompt: str, answers: tuple[str, ...]) -> dict:
 
 
 def _asked(row: dict, prompt: str) -> list[dict]:
-    """Return a prompt as messages; a text is a turn of the user."""
+    """Return a prompt as messages. A prompt that is text becomes a turn of the user."""
     messages = messages_field(row, prompt)
     return [dict(role="user", content=text_field(row, prompt))] if messages is None else messages
 
 
 def _repeated(asked: list[dict], answer: list[dict]) -> int:
-    """Return how many messages of an answer are the prompt `asked`, or a system message before it;
-    0 if the answer does not go on from the prompt."""
+    """Return how many messages at the start of an answer repeat the prompt `asked`, with a system
+    message before it; 0 if the answer does not begin with the prompt, or ends with it."""
     question = asked[_begins_with_system(asked) :]
     start = _begins_with_system(answer)
     end = start + len(question)
@@ -302,13 +303,13 @@ def _repeated(asked: list[dict], answer: list[dict]) -> int:
 
 
 def _begins_with_system(messages: list[dict]) -> int:
-    """Return 1 if a system message is the first one, else 0."""
+    """Return 1 if the first message is a system message, else 0."""
     return int(bool(messages) and messages[0]["role"] in SYSTEM)
 
 
 def _is_same(asked: dict, message: dict) -> bool:
-    """Return whether two messages differ in blanks around the text alone, and in images that only
-    the second one has."""
+    """Return whether two messages are the same but for blanks around the text, and for images that
+    only the second one has."""
     text = message["content"]
     if "images" not in asked:
         text = text.replace(IMAGE, "")
@@ -317,8 +318,8 @@ def _is_same(asked: dict, message: dict) -> bool:
 
 
 def tools_field(row: dict) -> list[dict]:
-    """Return the column `tools`: JSON schemas of functions, as objects or text. Raises `ValueError`
-    otherwise."""
+    """Return the JSON schemas of functions in the column `tools`, which may hold them as JSON text.
+    Raises `ValueError` if they are not a list of schemas with names."""
     try:
         tools = json.loads(row["tools"]) if isinstance(row["tools"], str) else row["tools"]
         _TOOLS.validate_python(tools or [])
@@ -336,23 +337,23 @@ READ_KEYS = {*"role content type text tool_calls function arguments id index too
 
 
 def unread_keys(messages: list[dict], template_reads: set[str]) -> set[str]:
-    """Return the keys with a value, of given messages, their parts and calls, that neither we nor
-    the chat template read."""
+    """Return the keys in messages, and in their parts and calls, that have a value and that neither
+    we nor the chat template read."""
     keys: set[str] = set()
     for message in messages:
         content = message.get("content")
         parts = content if isinstance(content, list) else []
         for item in (message, *parts, *(message.get("tool_calls") or [])):
-            # the calls have the names of functions, too
+            # a result may repeat the name of the function: its call has it
             known = {"name"} if item.get("role") == "tool" else set()
             keys |= {key for key, value in item.items() if value is not None} - known
     return keys - READ_KEYS - template_reads
 
 
 def with_results_in_order(row: dict, messages: list[dict]) -> list[dict]:
-    """Return the messages with the results of calls in the order of the calls: templates without
-    ids pair them by their places. Raises `ValueError` if the results after a turn with calls are
-    not one for each call."""
+    """Put the results of calls into the order of their calls: templates that ignore ids pair them
+    by their order. Raises `ValueError` if a turn with calls is not followed by one result for each
+    call."""
     ordered = list(messages)
     for i, message in enumerate(messages):
         ids = [call.get("id") for call in message.get("tool_calls", ())]
@@ -376,8 +377,8 @@ def with_results_in_order(row: dict, messages: list[dict]) -> list[dict]:
 
 
 def in_parts(message: dict, has_images: bool = False) -> dict:
-    """Return a message whose content is a list of parts, as templates for images read it: text, and
-    an image for each mark in the text."""
+    """Return the message with its content as a list of parts, which templates for images read: an
+    image part for each mark in the text, and text parts between them."""
     texts = message["content"].split(IMAGE) if has_images else [message["content"]]
     parts = [dict(type="text", text=texts[0])]
     for text in texts[1:]:
@@ -390,7 +391,7 @@ def in_parts(message: dict, has_images: bool = False) -> dict:
 
 
 def opened_thought(prompt: str) -> str | None:
-    """Return the tag that opens a thought at the end of a prompt; None without one."""
+    """Return the tag if a prompt ends with one that opens a thought, such as <think>, else None."""
     match = re.search(r"(<(\w+:)?(think|thinking|thought|reasoning)>|\[THINK\])\s*$", prompt)
     return match[1] if match else None
 
@@ -400,5 +401,5 @@ def closing(tag: str) -> str:
 
 
 def with_thought(thought: str, answer: str, tag: str = "<think>") -> str:
-    """Return a thought, with its tags, and the answer."""
+    """Join a thought in tags and the answer, as most chat templates do."""
     return f"{tag}\n{thought}\n{closing(tag)}\n\n{answer}"

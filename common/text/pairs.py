@@ -1,4 +1,4 @@
-"""Preference rows -> pairs of samples, for the scripts that score completions."""
+"""Preference rows -> pairs of samples (chosen, rejected), for dpo.py, rm.py and their like."""
 
 import os
 import re
@@ -8,14 +8,14 @@ from common.packs.sample import Sample
 from common.text.encode import Encoder
 from common.text.messages import IMAGE, bad_row, messages_field, prompt_apart, text_field
 
-# Texts that are a whole conversation, `Human: 1+1=? Assistant: 2`, and its turns of the model.
+# The start of a text that is a whole conversation (`Human: 1+1=? Assistant: 2`), and of a reply.
 TRANSCRIPT = re.compile(r"\s*(?:human|user):", re.IGNORECASE)
 REPLY = re.compile(r"\n\s*(?:assistant|ai|bot|model|gpt|chatgpt):\s*", re.IGNORECASE)
 
 
 def encode_pair(encoder: Encoder, row: dict, columns: tuple[str, ...]) -> list[Sample]:
-    """Encode [chosen, rejected] of a preference row. The prompt has its own column or is the start
-    of both. Messages of a side may repeat the prompt."""
+    """Encode [chosen, rejected] of a preference row. The prompt is in a column of its own, or is
+    what both sides begin with. Sides that are messages may repeat the prompt of the column."""
     if "prompt" not in columns:
         row = _split_prompt(row)
         if isinstance(row["prompt"], str) and not TRANSCRIPT.match(row["prompt"]):
@@ -39,9 +39,9 @@ def _has_prompt(row: dict) -> bool:
 
 
 def _split_prompt(row: dict) -> dict:
-    """Return the row with the shared start of `chosen` and `rejected` as `prompt`: whole messages,
-    or text up to the last white space before they differ, in a transcript up to the last reply.
-    Raises `ValueError` if they share nothing."""
+    """Move the start that `chosen` and `rejected` share into `prompt`. Of messages, it is whole
+    messages; of texts, the text up to the last white space before they differ, or, in a transcript,
+    up to the last shared `Assistant:`. Raises `ValueError` if they share nothing."""
     chosen = messages_field(row, "chosen")
     rejected = messages_field(row, "rejected")
     if (chosen is None) != (rejected is None):
@@ -58,7 +58,7 @@ def _split_prompt(row: dict) -> dict:
     else:
         pairs = zip(chosen, rejected, strict=False)
         shared = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
-        if shared == min(len(chosen), len(rejected)):  # one continues the other: before its answer
+        if shared == min(len(chosen), len(rejected)):  # one side continues the other
             turns = [i for i in range(shared) if chosen[i]["role"] == "assistant"]
             shared = turns[-1] if turns else 0
         answers = (*chosen[shared : shared + 1], *rejected[shared : shared + 1])

@@ -1,7 +1,6 @@
-"""`--dataset arithmetic`, a built-in task: the same rows in the same order at every start.
-
-It is addition and subtraction of two numbers, taught by a forgetful demonstrator, so that
-SFT, preference learning and RL each have something to learn."""
+"""`--dataset arithmetic`, a built-in task: addition and subtraction of two numbers, taught by a
+forgetful demonstrator, so that SFT, preference learning and RL each have something to learn. The
+rows and their order are the same in every run."""
 
 import random
 import string

@@ -1,7 +1,9 @@
-r"""Text -> token ids: a prompt as an engine gets it, and what the model says after it.
+r"""Text -> token ids. Training must see the ids that the model would sample, so a prompt is
+tokenised as an engine gets it, and the model's turn as a continuation of it.
 
-For example, in a vocabulary with the token `\n5`, the prompt `...assistant\n` still ends with `\n`,
-and a turn `5<|im_end|>` begins with `5`, which is what the model can sample after it.
+For example, the vocabulary has a token `\n5`, and a prompt ends in `assistant\n`. Tokenised as one
+text, the prompt and the answer `5` would share this token. But the model gets the `\n` in its
+prompt and samples `5`.
 """
 
 import re
@@ -15,26 +17,27 @@ from common.parallel.process import first_line
 from common.text.chat import any_of
 from common.text.messages import bad_row
 
-# With --special_text text, characters of this private range stand for special tokens of the data.
+# With --special_text text, characters of this private range replace special tokens in the data.
 FIRST = 0x100000
 STAND_IN = re.compile("([\U00100000-\U0010ffff])")
-OTHERS = ("a", "\n", ".")  # texts that a turn follows if one token would cover its start
+OTHERS = ("a", "\n", ".")  # `TextIds.after` tries these texts in place of the prompt
 
 
 class TextIds:
-    """Token ids of texts, by one tokenizer."""
+    """Tokenises texts with one tokenizer."""
 
     def __init__(self, tokenizer, ends: Iterable[str] = (), reads_hidden: bool = False):
-        """`ends`: tokens that end turns, which may be added tokens that are not special. With
-        `reads_hidden` the characters of `hidden` stand for special tokens that are text."""
+        """`ends`: the tokens that end turns; the tokenizer may not call them special.
+        `reads_hidden`: texts have been through `hidden`, so its characters are special tokens that
+        are read as plain text."""
         self.tokenizer = tokenizer
         self._stand_in = STAND_IN if reads_hidden else re.compile("((?!))")
         tokens = tokenizer.added_tokens_decoder.values()
         self.special_tokens = [str(token) for token in tokens if token.special]
         self.special = any_of(self.special_tokens)
-        # Nothing before one of these tokens changes the ids after it, and it takes nothing from the
-        # text before it. Not all added tokens: Gemma 3 has 6,400, and each `<` in a text would be
-        # compared to them.
+        # Texts are cut before these "parting" tokens, and the parts tokenised one by one: nothing
+        # before such a token changes the ids after it, and it takes nothing from the text before
+        # it. Not all added tokens part: Gemma 3 has 6,400, and each `<` would be compared to them.
         ends = {*ends}
         free = [x for x in tokens if not (x.lstrip or x.single_word or x.normalized)]
         chosen = {str(x) for x in free if x.special or str(x) in ends}
@@ -42,29 +45,28 @@ class TextIds:
         parting = [x for x in chosen if x not in others]
         self._parting = any_of(parting)
         self._longest = max(map(len, parting), default=0)
-        self._scanned: tuple[str, list[int]] = ("", [])  # the last text with its parting tokens
+        self._scanned: tuple[str, list[int]] = ("", [])  # the last text, its parting tokens
         self._ids = lru_cache(maxsize=512)(self._ids_of_part)
         self._bos = array("i", takewhile(lambda i: i != self._ids("a")[0], self._tokens("a", True)))
 
     def ids(self, text: str, adds_bos: bool = False) -> array:
-        """Return the ids of a text, int32. With `adds_bos` the tokenizer adds BOS, once; it never
-        adds EOS."""
+        """Return the ids of a text, int32. With `adds_bos`, they begin with BOS if the tokenizer
+        adds one; a BOS in the text is not doubled. EOS is never added."""
         ids = self._joined(text, self._starts(text))
         return self._bos + ids if adds_bos and ids[: len(self._bos)] != self._bos else ids
 
     def after(self, prompt: str, text: str) -> array:
-        """Return the ids that the model says for `text` after `prompt`: tokenise both together, and
-        cut the prompt's ids off. If one token would cover the place between them, or without a
-        prompt, do the same with another text, such as a line break, in front. Raises `ValueError`
-        if no token ends there either."""
+        """Return the ids that the model would sample for `text` after `prompt`: tokenise both
+        together and cut off the prompt's ids. If a token would reach across the border, or there is
+        no prompt, do the same with another text, such as a line break, in front. Raises
+        `ValueError` if tokens reach across the border there, too."""
         before = prompt[[0, *self._starts(prompt)][-1] :] if prompt else ""
         return self._behind(before, text, lambda x: self._joined(x, self._find(x)))
 
     def hidden(self, row: dict, text: str) -> str:
-        """Return a text with a stand-in, a private character, for each special token in it. It
-        keeps the place of the token while the chat template is rendered and the rest is tokenised,
-        and then becomes plain text again. Raises `ValueError` for a text that has such characters
-        itself."""
+        """Replace each special token in a text by a stand-in, a private character, so that the chat
+        template and the tokenizer do not take it for a token. `ids` turns it back into plain text.
+        Raises `ValueError` if the text has such characters itself."""
         if STAND_IN.search(text):
             problem = "a character beyond U+FFFFF cannot be read with --special_text text"
             raise bad_row(row, problem)
@@ -86,9 +88,8 @@ class TextIds:
         return [match.start() for match in self._parting.finditer(text, start)]
 
     def _starts(self, text: str) -> list[int]:
-        """Return where the parting tokens of a text begin, which never merge with the text around
-        them. A conversation's next prompt begins like the one before, and that part is not searched
-        again."""
+        """Return where the parting tokens of a text begin. The next prompt of a conversation begins
+        like the one before: that part is not searched again."""
         before, starts = self._scanned
         known = starts[: bisect_right(starts, shared_length(before, text) - self._longest)]
         starts = known[:-1] + self._find(text, known[-1] if known else 0)
@@ -117,7 +118,7 @@ class TextIds:
             return array("i", ids["input_ids"])
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             file = f"{self.tokenizer.name_or_path}/tokenizer.json"
             problem = f"{file} cannot read {text[:20]!r}: {first_line(error)}"
             raise ValueError(problem) from error

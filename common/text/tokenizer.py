@@ -1,4 +1,5 @@
-"""The tokenizer with its chat template, and the tokens that end completions."""
+"""Load the tokenizer with its chat template. Find out which tokens end completions, and whether the
+model is a chat model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +11,9 @@ from common.text.chat import end_of_turn, use_template
 
 
 def load_tokenizer(path: str, args: DataArgs | None = None, flag: str = "--model"):
-    """Return the tokenizer of a folder. With `args` it is the policy's: it gets the
-    `--chat_template`, or for a chat model a line says which `--prompt_format` is used (a warning if
-    plain)."""
+    """Return the tokenizer in a folder. Give `args` for the policy's tokenizer: it then gets the
+    `--chat_template`, or, if it is a chat model's, a printed line says which `--prompt_format` is
+    used (as a warning if plain)."""
     tokenizer = read_tokenizer(path, flag)
     if args is None:
         return tokenizer
@@ -26,20 +27,21 @@ def load_tokenizer(path: str, args: DataArgs | None = None, flag: str = "--model
 
 
 def format_of(tokenizer, args: DataArgs) -> str:
-    """Return `--prompt_format`, where auto is chat for a chat model with its own template."""
+    """Return `--prompt_format`. For a chat model with its own template, auto becomes chat."""
     is_open = args.prompt_format == "auto" and args.chat_template is None
     return "chat" if is_open and chat_end(tokenizer) else args.prompt_format
 
 
 def model_of(tokenizer) -> str | None:
-    """Return the folder of the model that the tokenizer was loaded with; None without a model."""
+    """Return the folder that the tokenizer came from; None if there is no model in it."""
     folder = tokenizer.name_or_path
     return folder if (Path(folder) / "config.json").is_file() else None
 
 
 def chat_end(tokenizer) -> str | None:
-    """Return the token that ends the turns of a chat model: its template writes it, and it is an
-    EOS of the model. None for a base model, and for an export of a run in another format."""
+    """Return the token that ends the turns of a chat model: its template writes it, and it is one
+    of the model's EOS tokens. None for a base model, and for a model that was exported by a run
+    with another `--prompt_format`."""
     path = model_of(tokenizer)
     if tokenizer.chat_template is None or path is None:
         return None
@@ -53,9 +55,9 @@ def chat_end(tokenizer) -> str | None:
 def eos_token_ids(
     path: str, tokenizer, prompt_format: str = "auto", stop_token_ids: Sequence[int] = ()
 ) -> list[int]:
-    """Return all tokens that end a completion: the EOS of tokenizer, config and generation config
-    (chat models often have two), `--stop_token_ids` and, unless `--prompt_format plain`, the tokens
-    by which the chat template ends a turn without and with tool calls."""
+    """Return all tokens that end a completion: the EOS tokens of tokenizer, config and generation
+    config (chat models often have two), `--stop_token_ids`, and the tokens with which the chat
+    template ends turns, with and without tool calls (not with `--prompt_format plain`)."""
     ids = {tokenizer.eos_token_id, *stop_token_ids}
     if prompt_format != "plain" and tokenizer.chat_template is not None:
         ids |= {end_of_turn(tokenizer), end_of_turn(tokenizer, calls=True)}

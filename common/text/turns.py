@@ -1,8 +1,9 @@
-r"""Conversations -> what the model is asked at each of its turns, and what it says.
+r"""Conversations -> for each turn of the model, the prompt before it and the text that it says.
 
-A turn of the model is trained after the prompt that an engine gets before it, as it is sampled:
-what the chat template writes after that prompt when the turn is the last one, up to the token that
-ends it. For example, Qwen3's template drops earlier thoughts. Two rounds, the first with a thought:
+A turn is trained in the form in which the model would sample it. Its prompt is what an engine would
+get. Its text is what the chat template writes after this prompt if the turn is the last one, up to
+the end token. This matters because templates rewrite earlier turns. Qwen3's, for example, drops
+earlier thoughts. Two rounds, the first with a thought:
 
     user: 2+3?    assistant: (a sum) 5    user: Twice?    assistant: 10
 
@@ -13,7 +14,8 @@ ends it. For example, Qwen3's template drops earlier thoughts. Two rounds, the f
             <|im_start|>user\nTwice?<|im_end|>\n<|im_start|>assistant\n
     text    <think>\n\n</think>\n\n10<|im_end|>
 
-Where the next prompt goes on from the text so far, as in most templates, both are one sequence.
+With most templates, the next prompt begins with all the text so far: then the turns are trained as
+one sequence.
 """
 
 import os
@@ -34,20 +36,20 @@ from common.text.messages import (
 class Said(NamedTuple):
     """A turn of the model."""
 
-    prompt: str  # what an engine gets before it
-    text: str  # what the model says, through the token that ends the turn
-    number: int  # of its message
+    prompt: str  # what an engine gets before the turn
+    text: str  # what the model says, with the token that ends the turn
+    number: int  # index of the turn's message
 
 
 def template_form(chat: ChatTemplate, row: dict, messages: list[dict]) -> tuple[dict, list[dict]]:
-    """Return the row with its tools as schemas, and the messages as the template has them."""
+    """Return the row with its tools as schemas, and the messages as the template expects them."""
     if row.get("tools"):
         row = row | dict(tools=tools_field(row))
     return row, with_results_in_order(row, chat.normal(messages))
 
 
 def is_answer(messages: list[dict]) -> bool:
-    """Return whether the last message is text of the model, which it can continue."""
+    """Return whether the last message is text of the model, so that the model can continue it."""
     if not messages or messages[-1]["role"] != "assistant":
         return False
     return not messages[-1].get("tool_calls")
@@ -57,9 +59,9 @@ def is_answer(messages: list[dict]) -> bool:
 
 
 def prompt_of(chat: ChatTemplate, row: dict, messages: list[dict]) -> str:
-    """Return the text from which the model's next turn is sampled. A turn of the model at the end
-    of `messages` is continued: its text stands after what the template writes before an answer.
-    (`continue_final_message` would drop blanks at its end.)
+    """Return the text after which the model's next turn is sampled. If the last of `messages` is
+    the model's, the model continues it: the prompt then ends with its text, without an end token.
+    (transformers' `continue_final_message` would drop blanks at its end.)
 
     Raises `ValueError` if the template leaves a message out."""
     begun = messages[-1] if is_answer(messages) else None
@@ -77,7 +79,7 @@ def prompt_of(chat: ChatTemplate, row: dict, messages: list[dict]) -> str:
 
 
 def _begun_after(prompt: str, message: dict) -> str:
-    """Return a message as the model begins it after `prompt`, which may have opened the thought."""
+    """Return the text of a begun message after `prompt`, which may have opened a thought."""
     thought = message.get("reasoning_content")
     answer = message["content"]
     tag = opened_thought(prompt)
@@ -97,13 +99,14 @@ def turns_of(
     first_trained: int = 0,
     last_alone: bool = False,
 ) -> tuple[list[Said], list[ValueError]]:
-    """Return the turns of the model from message `first_trained` on, or the last one alone, and an
-    error for each one whose prompt and text contradict each other. Turns with `weight` 0 are left
-    out, and so is a first message, which nobody asked for. The first trained message continues the
-    one before it if both are text of the model.
+    """Return the turns of the model from message `first_trained` on (`last_alone`: only the last),
+    and an error for each turn that cannot be trained, because the template does not write it after
+    its prompt. Turns with `weight` 0 are left out. So is the first message of a conversation, since
+    nobody asked for it. If the first trained message and the one before it are both text of the
+    model, the model continues its own turn.
 
-    Raises `ValueError` if the template leaves a message out, if there is no turn to train, and the
-    last error if no turn is left."""
+    Raises `ValueError` if the template leaves a message out, or if there is no turn to train. If
+    every turn has an error, raises the last one."""
     if _is_continued(messages, first_trained):
         return [_continuation(chat, row, messages, first_trained)], []
     require_shown(chat, row, messages)
@@ -127,7 +130,7 @@ def turns_of(
 
 
 def is_wanted(message: dict) -> bool:
-    """Return whether a turn of the model is trained, by `weight` (OpenAI) or `train` (Axolotl)."""
+    """Return whether this turn is trained: `weight` (OpenAI) or `train` (Axolotl) may be false."""
     return all(message.get(key, True) for key in ("weight", "train"))
 
 
@@ -138,7 +141,7 @@ def _is_continued(messages: list[dict], first_trained: int) -> bool:
 
 
 def _continuation(chat: ChatTemplate, row: dict, messages: list[dict], first_trained: int) -> Said:
-    """Return the only trained message, which continues the turn before it."""
+    """Return the trained message that continues the turn before it. It must be the last."""
     turn = f"turn {first_trained + 1}"
     completion = messages[first_trained]
     if len(messages) > first_trained + 1:
@@ -150,8 +153,8 @@ def _continuation(chat: ChatTemplate, row: dict, messages: list[dict], first_tra
 
 
 def said_of(chat: ChatTemplate, row: dict, messages: list[dict], prompt: str) -> str:
-    """Return the last of `messages` as the model says it after `prompt`, through the token that
-    ends it. Raises `ValueError` if the template does not show it so."""
+    """Return the text of the last of `messages` as the model says it after `prompt`, with its end
+    token. Raises `ValueError` if the template writes something else."""
     turn = messages[-1]
     where = f"turn {len(messages)} (assistant): the"
     tag = opened_thought(prompt)
@@ -188,9 +191,9 @@ def said_of(chat: ChatTemplate, row: dict, messages: list[dict], prompt: str) ->
 
 
 def _after_header(chat: ChatTemplate, row: dict, turn: dict, prompt: str) -> str | None:
-    """Return `prompt` and then `turn` as the template writes it after a lone question; None if the
-    prompt ends in another way than such a question does. Needed because a template may join two
-    turns of the model to one."""
+    """Return `prompt` and then `turn`, written as the template writes it after a single question;
+    None if the prompt does not end like the prompt of a single question. Some templates join two
+    turns of the model into one, so the conversation itself does not show the turn alone."""
     asked = chat.render(row, [ASKED], add_generation_prompt=True)
     alone = chat.render(row, [ASKED, turn])
     header = asked.rpartition(ASKED["content"])[2]
@@ -204,9 +207,9 @@ def _has_thought(turn: dict) -> bool:
 
 
 def _with_thought_opened(tag: str, turn: dict, shown: str) -> str:
-    """Return what the model writes for a turn if the prompt has already opened the thought: the
-    thought, its end and the answer. `shown`: the turn in the template's text, without a thought or
-    with one of its own."""
+    """Return what the model says in a turn if the prompt has already opened a thought: the thought,
+    the closing tag and the answer. `shown`: the turn as the template writes it, with or without a
+    thought."""
     pattern = rf"(?:\s*{re.escape(tag)}\n?)?(.*?)\n*{re.escape(closing(tag))}"
     inline = re.match(pattern, turn["content"], re.DOTALL)
     thought = turn.get("reasoning_content") or (inline[1] if inline else "")
@@ -219,8 +222,8 @@ def _with_thought_opened(tag: str, turn: dict, shown: str) -> str:
 
 
 def whole_of(chat: ChatTemplate, row: dict, messages: list[dict], first_trained: int = 0) -> str:
-    """Return the text of a conversation, with the token that ends a last turn of the model. Raises
-    `ValueError` if the template leaves a message out."""
+    """Return the text of a whole conversation, with an end token if the model has the last turn.
+    Raises `ValueError` if the template leaves a message out."""
     if _is_continued(messages, first_trained):
         said = _continuation(chat, row, messages, first_trained)
         return said.prompt + said.text
@@ -232,13 +235,13 @@ def whole_of(chat: ChatTemplate, row: dict, messages: list[dict], first_trained:
 
 
 def reply_of(chat: ChatTemplate, row: dict, turn: dict, messages: list[dict]) -> tuple[str, str]:
-    """Return two texts: the token that ends a turn of the model like `turn`, and what the template
-    writes after it, which is `messages` up to the start of the model's next turn. Raises
-    `ValueError` if the template writes no such token or leaves a message out."""
+    """Return the token that ends turns of the model like `turn`, and the text that follows it:
+    `messages`, and the start of the model's next turn. Raises `ValueError` if the template writes
+    no such token, or leaves a message out."""
     row, messages = template_form(chat, row, [ASKED, turn, *messages])
     require_shown(chat, row, messages)
     texts = []
-    for word in ("here", "there!"):  # what follows the turn does not depend on it
+    for word in ("here", "there!"):  # what two different turns have in common is what follows them
         said = messages[1] | dict(content=word)
         if calls := turn.get("tool_calls"):
             function = calls[-1]["function"] | dict(arguments=dict(x=word))
@@ -254,10 +257,11 @@ def reply_of(chat: ChatTemplate, row: dict, turn: dict, messages: list[dict]) ->
         _, token, rest = following.partition(end.token)
         if token:
             return token, rest
-    # Another token ends earlier turns: one of the template's own, or that of the next role.
+    # The template ends earlier turns with another token than the last turn: with one of its own, or
+    # with that of the next role.
     token, place = tokens[0] if tokens else ("", 0)
     if end.appended and not turn.get("tool_calls") and following[:place].strip() != token:
-        place = 0  # there is none, and a message has this token
+        place = 0  # it writes no end token; this one belongs to a message
     return end.token, following[place:]
 
 
@@ -265,12 +269,12 @@ def reply_of(chat: ChatTemplate, row: dict, turn: dict, messages: list[dict]) ->
 
 
 def require_shown(chat: ChatTemplate, row: dict, messages: list[dict]) -> None:
-    """Raise `ValueError` if the template leaves out a message or a tool call: it renders a mark in
-    place of each content and of each call's name."""
+    """Raise `ValueError` if the template leaves out a message or a tool call. To find out, render
+    the conversation with a mark in place of each content and of each call's name."""
     marked = [_marked(message, i) for i, message in enumerate(messages)]
     try:
         text = chat.render(row, marked)
-    except ValueError:  # the template reads the content; then the text itself must be there
+    except ValueError:  # the template needs the real content: look for that instead
         marked = messages
         text = chat.render(row, messages)
     text = text.lower()  # some templates change the case
