@@ -1,1 +1,1 @@
-"""Hugging Face checkpoint -> FSDP2 policy, reward or value model; LoRA; chunked log-probs."""
+"""Models: from a Hugging Face folder to an FSDP2 policy, reward or value model that runs packs."""

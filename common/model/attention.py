@@ -1,6 +1,7 @@
-"""Attention over packed sequences.
+"""Attention over packed sequences. transformers' models call it in place of their own function
+(loading.py registers it), so that no sequence of a pack sees another.
 
-Shapes: T computed tokens, K keys: more than T if prefixes are shared, because each sequence has a
+Shapes: T computed tokens, K keys. K is T, or more if prefixes are shared: each sequence then gets a
 copy of the keys of its prefix."""
 
 import math
@@ -16,8 +17,8 @@ VARLEN_HAS_GQA = torch.__version__ >= "2.13"  # varlen_attn accepts fewer key he
 
 
 def packed_inputs(tokens: ModelTokens) -> dict:
-    """Return the keyword arguments of a Hugging Face model whose attention is
-    `packed_attention`."""
+    """Return the keyword arguments with which a Hugging Face model runs a pack. transformers passes
+    those that it does not know on to `packed_attention`."""
     keys = tokens.keys or tokens
     device = tokens.input_ids_T.device
     return dict(
@@ -30,7 +31,7 @@ def packed_inputs(tokens: ModelTokens) -> dict:
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
         cu_seq_lens_k=keys.cu_seqlens_N1,
         max_length_k=keys.max_seqlen,
-        # A list of offsets would make torch.compile compile the block again for each list.
+        # An object: for a list of offsets, torch.compile would compile the block again each time.
         pack=tokens,
     )
 
@@ -40,17 +41,18 @@ def packed_attention(
 ):
     """Compute causal attention within each sequence of the pack.
 
-    `query` is [1, heads, T, head_dim], `key` and `value` may have fewer heads (grouped-query
-    attention); the offsets come through the model's keyword arguments. Queries after a shared
-    prefix attend to the keys of the prefix and their own. They are consecutive tokens: masks and
-    windows are exact if the last query is aligned with the last key. FlashAttention's varlen kernel
-    aligns them so; where it is missing (`has_flash_kernel`), there is one SDPA call for neighbours
-    of one length. Neither has a `softcap` on the scores (Gemma 2) or sinks (`s_aux`, gpt-oss)."""
+    `query` is [1, heads, T, head_dim]; `key` and `value` may have fewer heads (grouped-query
+    attention). The offsets of the sequences come through the model's keyword arguments. Queries
+    after a shared prefix attend to the keys of the prefix and to their own. Prefix and queries are
+    consecutive tokens, so causal masks and windows are exact if the last query is aligned with the
+    last key. FlashAttention's varlen kernel does that. Without it (`has_flash_kernel`), or for a
+    `softcap` on the scores (Gemma 2) or sinks (`s_aux`, gpt-oss), which it lacks, neighbours of the
+    same length are computed together (`attention_by_length`)."""
     if kwargs.get("position_bias") is not None:
         raise NotImplementedError(f"{type(module).__name__} needs position_bias in attention")
     if not getattr(module, "is_causal", True):
         raise NotImplementedError(f"{type(module).__name__} attends to later tokens")
-    places_K = kwargs["key_places_K"]  # its KeyError refuses a model that drops these arguments
+    places_K = kwargs["key_places_K"]  # KeyError: the model drops these arguments, so it is refused
     group, sinks_H = kwargs["pack"].context_group, kwargs.get("s_aux")
     if group is not None:
         query, key, value, sinks_H = group.divide_heads(query, key, value, sinks_H)
@@ -71,8 +73,9 @@ def packed_attention(
 def has_flash_kernel(
     capability: tuple[int, int], dtype: torch.dtype, key_width: int, value_width: int
 ) -> bool:
-    """Return whether FlashAttention's varlen kernel takes such heads on a GPU of this compute
-    capability (0, 0 is a CPU). Gemma 4 has some of 512, DeepSeek V3 keys of 192, values of 128."""
+    """Return whether FlashAttention's varlen kernel can compute heads of these widths on a GPU of
+    this compute capability (0, 0 is a CPU). Not all models qualify: some heads of Gemma 4 are 512
+    wide, and DeepSeek V3 has keys of width 192 and values of 128."""
     has_width = key_width == value_width <= 256 and key_width % 8 == 0
     return capability >= (8, 0) and has_width and dtype in (torch.bfloat16, torch.float16)
 
@@ -96,8 +99,9 @@ def varlen_attention(
 
 
 class GatherKeys(torch.autograd.Function):
-    """Rows of keys or values, [1, heads, T, head_dim] -> [1, heads, K, head_dim]. Gradients of a
-    row that is taken several times add up in float32."""
+    """Give every sequence the keys (or values) that it attends to: [1, heads, T, head_dim] ->
+    [1, heads, K, head_dim]. A row of a shared prefix is copied to several sequences; its gradients
+    add up in float32."""
 
     @staticmethod
     def forward(ctx, x: Tensor, places_K: Tensor) -> Tensor:
@@ -117,12 +121,12 @@ class GatherKeys(torch.autograd.Function):
 def attention_by_length(
     query: Tensor, key: Tensor, value: Tensor, pack: ModelTokens, variant: tuple
 ) -> Tensor:
-    """Compute `packed_attention` with one call for neighbours of one length: [1, T, heads,
-    head_dim]. `variant` has the other arguments of `causal_attention`."""
+    """Compute `packed_attention` with one call for each run of neighbouring sequences of the same
+    length: [1, T, heads, head_dim]. `variant`: the other arguments of `causal_attention`."""
     lengths = zip(pack.lengths, (pack.keys or pack).lengths, strict=True)
     runs = [(*pair, len(list(run))) for pair, run in groupby(lengths)]
     key_rows = [num_keys * count for _, num_keys, count in runs]
-    # All parts come from one split: the gradient of a slice would be as large as the pack.
+    # `split` and not slices: the gradient of each slice would be as large as the pack.
     queries = query.squeeze(0).split([length * count for length, _, count in runs], dim=1)
     keys = key.squeeze(0).split(key_rows, dim=1)
     values = value.squeeze(0).split(key_rows, dim=1)
@@ -139,11 +143,11 @@ def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None,
     softcap: float | None, sinks_H: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Compute attention in sequences of one length, [count, heads, length, head_dim]. The last
+    """Compute attention in sequences of the same length, [count, heads, length, head_dim]. The last
     query is aligned with the last key.
 
-    A softcap makes scores `softcap * tanh(scores / softcap)`. A sink is the score of one more key
-    of each head, whose value is 0. Both need memory for all scores."""
+    With a softcap, scores become `softcap * tanh(scores / softcap)`. A sink is the score of one
+    more key in each head, whose value is 0. Both need memory for all scores."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     before = num_keys - num_queries
     window = sliding_window or num_keys
@@ -152,7 +156,7 @@ def causal_attention(
     if not is_plain or before or num_keys > window:
         mask = query.new_ones(num_queries, num_keys, dtype=torch.bool)
         mask = mask.tril(before).triu(before + 1 - window)
-    # Of CUDA's kernels for float32 and for wide heads, none takes fewer key heads.
+    # On CUDA, no kernel for float32 or for wide heads accepts fewer key heads than query heads.
     if query.is_cuda or not is_plain:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     if is_plain:

@@ -1,4 +1,5 @@
-"""Arithmetic of a step, and memory."""
+"""How many operations a forward takes, what a GPU can do, and how much memory is used: for the
+metrics mfu and memory/* and for extras/plan."""
 
 import gc
 import resource
@@ -9,7 +10,7 @@ from torch import nn
 
 from common.packs.tokens import ModelTokens
 
-# FLOP/s of one device in dense bfloat16, by its manufacturer. The key is in the device's name.
+# FLOP/s of one device in dense bfloat16, as its manufacturer states. The key is a part of its name.
 BFLOAT16_PEAK = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -34,8 +35,8 @@ def num_delta_nets(config) -> int:
 
 
 def matrix_weights(hf: nn.Module) -> int:
-    """Return the number of weights that multiply each token: all matrices of the language model and
-    its head, but only the experts that a token is routed to."""
+    """Return the number of weights that each token is multiplied by: those of all matrices of the
+    language model and its head. Of experts, only those that a token is routed to count."""
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings() or hf.score
     weights = head.weight.numel()
     for name, parameter in hf.get_decoder().named_parameters():
@@ -48,8 +49,8 @@ def matrix_weights(hf: nn.Module) -> int:
 
 def forward_flops(config, weights: int, tokens: ModelTokens) -> float:
     """Return the floating-point operations of one forward over a pack: two for each token and
-    weight and, in every layer with attention, 4 heads x width for each pair of a query and a key
-    that it attends to. Windows and the states of gated delta nets are ignored."""
+    weight and, in every layer with attention, 4 x heads x width for each pair of a query and a key
+    that it sees. Ignores sliding windows and the states of gated delta nets."""
     config = config.get_text_config()
     pairs = 0
     for queries, keys in zip(tokens.lengths, (tokens.keys or tokens).lengths, strict=True):
@@ -63,7 +64,7 @@ def forward_flops(config, weights: int, tokens: ModelTokens) -> float:
 
 
 def peak_memory() -> dict[str, float]:
-    """Return peaks of memory in GB: of this process on the host since its start and, on CUDA, of
+    """Return the peaks of memory in GB: on the host, of this process since its start; on CUDA, of
     the trainer's tensors since the last call."""
     unit = 1 if sys.platform == "darwin" else 1024
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -84,7 +85,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 def used_memory(device: torch.device) -> tuple[int, int]:
     """Return the bytes in use on a GPU, without torch's cache, and its capacity."""
-    gc.collect()  # a model that was dropped is a reference cycle
+    gc.collect()  # a dropped model still holds its memory: it contains reference cycles
     torch.cuda.empty_cache()
     free, capacity = torch.cuda.mem_get_info(device)
     return capacity - free, capacity

@@ -1,4 +1,4 @@
-"""A model by its name: its local folder, its tokenizer, and its maximum length."""
+"""A model by its name (`--model`): its local folder, its tokenizer and its maximum length."""
 
 import contextlib
 import json
@@ -24,14 +24,14 @@ from common.parallel import distributed
 
 BESIDE_WEIGHTS = ["*.json", "*.jinja", "*.txt", "*.model"]  # config and tokenizer
 GENERATION_CONFIG = "generation_config.json"
-STATE = "state.json"  # checkpoints of a run have it
-MOST_CHARACTERS = 100  # a tokenizer may make of one character; else a short row fills the memory
+STATE = "state.json"  # a checkpoint of a run has this file
+MOST_CHARACTERS = 100  # that a tokenizer may make of one: a short row must not fill the memory
 
 
 def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> str:
-    """Return the local folder of a built-in model, a folder, or a Hugging Face id, also as
-    `id@revision`. It has config.json, a tokenizer and, unless `weights` is false, safetensors. In a
-    checkpoint of a run it is `hf/`. Errors name the `flag`. Collective."""
+    """Return the local folder of `model`: a built-in model, a folder, or a Hugging Face id, also as
+    `id@revision`. For a checkpoint of a run it is `hf/` in it. The folder has config.json, a
+    tokenizer and, if `weights`, safetensors; else `ValueError`, naming `flag`. Collective."""
     if model in BUILT_IN_MODELS:
         from common.model.tiny import tiny_model
 
@@ -53,7 +53,7 @@ def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> st
                 raise ValueError(f"the folder has no {file.name}{advice}")
         with named_errors("config.json"):
             config = load_config(folder)
-        # Quantized weights would be read without their scales.
+        # We would read quantized weights without their scales.
         methods = {method_of_quantization(part) for part in (config, config.get_text_config())}
         if methods - {None, "mxfp4"}:
             raise ValueError("config.json: its weights are quantized; name the base")
@@ -63,7 +63,7 @@ def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> st
 
 
 def refuse_adapter(model: str, flag: str, folder: Path) -> None:
-    """Raise `ValueError`, which says what to name instead, if the folder has an adapter."""
+    """If the folder has an adapter, raise a `ValueError` that says what to name instead."""
     if not (folder / ADAPTER_CONFIG).is_file():
         return
     base = fields_of(str(folder), ADAPTER_CONFIG).get("base_model_name_or_path")
@@ -75,8 +75,8 @@ def refuse_adapter(model: str, flag: str, folder: Path) -> None:
 
 
 def _from_hub(model: str, weights: bool) -> Path:
-    """Return the folder of a model of the hub in the local cache, which one rank of each machine
-    fills. A repository may have further copies of the weights, which stay there. Collective."""
+    """Return the folder of a hub's model in the local cache, which one rank of each machine fills.
+    Further copies of the weights, in other formats, are not downloaded. Collective."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -95,7 +95,7 @@ def _from_hub(model: str, weights: bool) -> Path:
             return folder
         except Exception as error:
             problem, advice = "no such folder, and not on the hub", ""
-            if not isinstance(error, HfHubHTTPError | HFValidationError):  # the hub has not spoken
+            if not isinstance(error, HfHubHTTPError | HFValidationError):  # the hub gave no answer
                 problem = "no such folder, and the hub cannot be reached"
                 advice = "; name a folder (a dry run needs config.json and tokenizer files alone)"
             raise ValueError(f"{problem}: {distributed.first_line(error)}{advice}") from error
@@ -107,8 +107,8 @@ def _from_hub(model: str, weights: bool) -> Path:
 
 
 def local_folder(model: str) -> Path | None:
-    """Return the folder of a model, of the hub in the local cache; None for a built-in model, and
-    if there is no such folder."""
+    """Return the folder of a model, or of the local cache if it is a model of the hub, without
+    downloading. None for a built-in model, or if there is no such folder."""
     from huggingface_hub import try_to_load_from_cache
 
     folder = Path(os.path.expanduser(model))
@@ -135,7 +135,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def fields_of(path: str, name: str) -> dict:
-    """Return the fields of a JSON file in a folder, none without the file."""
+    """Return the fields of a JSON file in a folder; {} if there is no such file."""
     file = Path(path) / name
     if not file.is_file():
         return {}
@@ -160,7 +160,7 @@ def read_tokenizer(path: str, flag: str = "--model"):
             if longest > MOST_CHARACTERS:
                 problem = f"its normalizer may make {longest} characters of one"
                 raise ValueError(f"tokenizer.json: {problem}; take its replacements out")
-        with named_errors("the tokenizer cannot be used"):  # tokenizer_config.json has any values
+        with named_errors("the tokenizer cannot be used"):  # its config may have any values
             tokenizer.decode(tokenizer("a")["input_ids"])
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no EOS token")
@@ -168,7 +168,7 @@ def read_tokenizer(path: str, flag: str = "--model"):
         beyond = {i for i in tokenizer.get_vocab().values() if i >= size}
         if beyond - tokenizer.added_tokens_decoder.keys():
             raise ValueError(f"its vocabulary of {size} is smaller than its tokenizer's")
-        ids_of_eos(path)  # else bad ones would be refused by the first save
+        ids_of_eos(path)  # refuses bad ones now, not at the first save
     return tokenizer
 
 
@@ -178,7 +178,7 @@ def vocabulary_size(path: str) -> int:
 
 
 def _growth(normalizer: dict) -> int:
-    """Return how many characters a normalizer of tokenizer.json makes of one, at most."""
+    """Return how many characters a normalizer in tokenizer.json can at most make of one."""
     if normalizer["type"] == "Sequence":
         return math.prod(map(_growth, normalizer["normalizers"]))
     added = normalizer.get("content", normalizer.get("prepend", ""))
@@ -211,17 +211,17 @@ def require_same_tokenizer(flag: str, path: str, tokenizer) -> None:
 
 
 def model_limit(path: str) -> Limit:
-    """Return the length of the model's context."""
+    """Return the length of the model's context as a limit that messages can name."""
     config = load_config(path).get_text_config()
     tokens = getattr(config, "max_position_embeddings", sys.maxsize)
     return Limit(tokens, f"the model's context of {tokens} tokens")
 
 
 def longest_sequence(path: str, args: ModelArgs, sequences: int = 1) -> Limit:
-    """Return how long a sequence may be: the model's context or, if it is less, an equal part of a
-    pack for each of `sequences` that share it."""
+    """Return how long a sequence may be: as long as the model's context or, if that is shorter, as
+    its part of a pack, which it shares with `sequences` - 1 others."""
     tokens, flag = args.pack_limit
-    # A pack has targets, and the first token is none.
+    # A pack counts targets, and the first token of a sequence is not a target.
     return min(model_limit(path), Limit(tokens // sequences + 1, flag))
 
 

@@ -1,8 +1,9 @@
-"""Model folders: their model on meta, this rank's slices of their files, and the names of weights.
+"""Read a model's folder: build the model on meta (without memory), then let each rank read its own
+slices of the weights. Also gives weights the names that they have in files.
 
-transformers' own rules rename, stack and split weights: hub files have, for example, three matrices
-for each expert, and models two tensors for all of them. This file alone calls these functions,
-which are not public (transformers 5.16 to 5.19)."""
+transformers' own rules rename, stack and split weights. For example, files on the hub have three
+matrices for each expert, and the model has two tensors for all of them. The functions for this are
+not public (transformers 5.16 to 5.19), so only this file calls them."""
 
 import contextlib
 import json
@@ -30,26 +31,26 @@ def load_config(path: str | Path):
 
 
 def has_images(config) -> bool:
-    """Return whether a folder has a model of images and text, not a language model alone."""
+    """Return whether a config is that of a model of images and text, not of a language model."""
     return "text_config" in config.sub_configs
 
 
 def model_class(config):
-    """Return transformers' class of all that a folder holds."""
+    """Return transformers' auto class for the whole model of a folder, with its vision tower."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if has_images(config) else AutoModelForCausalLM
 
 
 def method_of_quantization(config) -> str | None:
-    """Return the method by which the weights in the files are quantized, None if they are not."""
+    """Return the method by which the weights in the files are quantized; None if they are not."""
     fields = getattr(config, "quantization_config", None)
     return fields.get("quant_method", "unknown") if fields else None
 
 
 def open_model(path: str | Path, dtype: torch.dtype, **options) -> nn.Module:
-    """Return the whole model of a folder on the host, as transformers opens it with `options`;
-    weights in MXFP4 become floats."""
+    """Load the whole model of a folder on the host, with transformers. Weights in MXFP4 become
+    floats. `options` are those of `from_pretrained`."""
     from transformers.utils.quantization_config import Mxfp4Config
 
     config = load_config(path)
@@ -60,9 +61,9 @@ def open_model(path: str | Path, dtype: torch.dtype, **options) -> nn.Module:
 
 
 def files_of(path: str | Path) -> list[Path]:
-    """Return the files with a folder's weights: as in transformers those that its index names,
-    because a folder may have others, such as `consolidated.safetensors`. Raises `ValueError` if
-    there is a model.safetensors too, which transformers would read in place of them."""
+    """Return the files with a folder's weights. If there is an index, they are those that it names:
+    the folder may have others, such as `consolidated.safetensors`. Raises `ValueError` if there is
+    also a model.safetensors, because transformers would read that one instead."""
     index, alone = Path(path) / "model.safetensors.index.json", Path(path) / "model.safetensors"
     if not index.is_file():
         return [alone]
@@ -76,13 +77,13 @@ def files_of(path: str | Path) -> list[Path]:
 
 
 def base_dtype(path: str | Path) -> torch.dtype:
-    """Return the dtype of a folder's weights by its config: float32 if it names none."""
+    """Return the dtype of the weights that the folder's config names; float32 if it names none."""
     config = load_config(path)
     return config.dtype or config.get_text_config().dtype or torch.float32
 
 
 def require_unchanged(folder: Path) -> None:
-    """Raise `ValueError` if a file of an export is damaged. One rank of each machine reads them."""
+    """Raise `ValueError` if a file of an export is damaged. One rank per machine reads them."""
     if os.environ.get("LOCAL_RANK", "0") == "0" and (folder / durable.CHECKSUMS).is_file():
         if name := durable.changed_file(folder):
             advice = f"use another copy, or delete {durable.CHECKSUMS} if you changed it yourself"
@@ -93,9 +94,9 @@ def require_unchanged(folder: Path) -> None:
 
 
 def model_on_meta(path: str, dtype: torch.dtype, scalar: bool) -> tuple[nn.Module, list]:
-    """Return the whole model of a folder, or with a `scalar` head its sequence classifier with one
-    label. It has no dropout, and lies in no memory: weights of `dtype`, float32 buffers. Also
-    return transformers' rules, by which names in files become names of the model."""
+    """Build the model of a folder on meta, without memory for weights; if `scalar`, as a sequence
+    classifier with one label. Weights are of `dtype`, buffers float32; there is no dropout. Also
+    return transformers' rules, which turn names in files into names of the model."""
     from transformers import AttentionInterface, AutoModelForSequenceClassification
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.utils import logging
@@ -104,7 +105,7 @@ def model_on_meta(path: str, dtype: torch.dtype, scalar: bool) -> tuple[nn.Modul
     AttentionInterface.register("packed", packed_attention)
     config = load_config(path)
     text = config.get_text_config()
-    # Types of layers may have fields of their own.
+    # A model may have one set of fields for all layers, or one for each type of layer.
     rope = getattr(text, "rope_parameters", None) or {}
     for fields in (rope, *rope.values()):
         kind = fields.get("rope_type") if isinstance(fields, dict) else None
@@ -116,7 +117,7 @@ def model_on_meta(path: str, dtype: torch.dtype, scalar: bool) -> tuple[nn.Modul
         for name in vars(part):
             if name.endswith(("dropout", "pdrop", "jitter_noise")):
                 setattr(part, name, 0.0)
-    text.output_router_logits = False  # nobody reads them
+    text.output_router_logits = False  # we do not read them
     if method_of_quantization(config) is not None:
         del config.quantization_config  # weights in MXFP4 are read as floats
     auto_class, kind = model_class(config), "language model"
@@ -147,7 +148,7 @@ def model_on_meta(path: str, dtype: torch.dtype, scalar: bool) -> tuple[nn.Modul
 
 
 def towers_of(hf: nn.Module) -> list[nn.Module]:
-    """Return the parts of a model beside its language model, such as the vision tower."""
+    """Return the parts of a model that are not its language model, such as the vision tower."""
     base, decoder = hf.base_model, hf.get_decoder()
     return [] if base is decoder else [part for part in base.children() if part is not decoder]
 
@@ -157,10 +158,10 @@ def read_weights(
     hf: nn.Module, path: str, rules: list, home: torch.device, device: torch.device,
     change: Callable[[dict], dict] = dict,
 ) -> bool:  # fmt: skip
-    """Fill a sharded model on meta from the files of a folder: each rank reads its own slices to
-    `home`, by transformers' `rules`, after a `change` of the slices by name; buffers go to
-    `device`. Return whether the folder lacks a scalar head; this head and adapters get memory
-    without values."""
+    """Fill a sharded model on meta from the files of a folder. Each rank reads only its own slices,
+    to the device `home`. `change` may first replace slices (a dict by name), then transformers'
+    `rules` convert them. Buffers go to `device`. Adapters, and a scalar head that the folder lacks,
+    get memory but no values. Return whether it lacks one."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
@@ -196,7 +197,7 @@ def read_weights(
 
 
 def slices_of(path: str | Path, opened: contextlib.ExitStack) -> dict:
-    """Return a slice of each tensor in a folder's files, which reads nothing yet."""
+    """Return a lazy slice of each tensor in a folder's files: nothing is read yet."""
     from safetensors import safe_open
 
     slices = {}
@@ -216,10 +217,10 @@ def slices_of(path: str | Path, opened: contextlib.ExitStack) -> dict:
 
 def _require_tied(hf: nn.Module, slices: dict) -> None:
     """Raise `ValueError` if config.json ties two weights that differ in the files: transformers
-    then keeps both, vLLM drops one. Each rank compares a part of the rows."""
+    would then keep both, and vLLM drop one. Each rank compares a part of the rows."""
     advice = "config.json ties them; set tie_word_embeddings to false there to keep both"
     for target, source in hf.all_tied_weights_keys.items():
-        source = ".".join(source.split(".")[-2:])  # files may have other names before it
+        source = ".".join(source.split(".")[-2:])  # files may have another prefix
         sources = [name for name in slices if name.endswith(source)]
         for head in [name for name in slices if name.endswith(target)]:
             if sources and not any(_are_equal(slices[head], slices[name]) for name in sources):
@@ -227,7 +228,7 @@ def _require_tied(hf: nn.Module, slices: dict) -> None:
 
 
 def _are_equal(one, other) -> bool:
-    """Compare this rank's rows of two slices, some at a time."""
+    """Compare this rank's rows of two slices, 4096 at a time to save memory."""
     if (shape := one.get_shape()) != other.get_shape():
         return False
     starts = distributed.items_of_rank(range(0, shape[0], 4096))
@@ -235,7 +236,8 @@ def _are_equal(one, other) -> bool:
 
 
 def _require_all(hf: nn.Module, found, unread: set[str]) -> None:
-    """Raise `ValueError` unless transformers `found` all weights of the model in the files."""
+    """Raise `ValueError` unless transformers `found` all weights of the model in the files.
+    `unread`: parameters that no file has filled."""
     if "score.weight" in found.unexpected_keys:
         raise ValueError("a reward model (it has score.weight), not a language model")
     first = next(hf.parameters())
@@ -245,7 +247,7 @@ def _require_all(hf: nn.Module, found, unread: set[str]) -> None:
         name, has, wants = min(found.mismatched_keys)
         needs = f"the model needs {list(wants)}"
         raise ValueError(f"{name}: the files have {list(has)} on this rank, {needs}")
-    # A rank may hold none of a layer's experts, and then stacks none.
+    # A rank may hold none of a layer's experts: then it reads none, and none is missing.
     has_part = {name for name in unread if hf.get_parameter(name).to_local().numel()}
     missing = {n for n in has_part if ".lora_" not in n} - {*hf.all_tied_weights_keys}
     if missing := missing - {"score.weight"}:
@@ -256,8 +258,8 @@ def _require_all(hf: nn.Module, found, unread: set[str]) -> None:
 
 
 def _require_exact_slices(hf: nn.Module) -> None:
-    """Raise `ValueError` if a conversion of weights needs more than this rank's slice: transformers
-    slices before it converts, which is exact if the first dimension stays."""
+    """Raise `ValueError` if a conversion of weights needs more than this rank's slice. transformers
+    slices the first dimension and then converts, which is exact unless that dimension changes."""
     for rule in hf._weight_conversions:
         for operation in getattr(rule, "operations", None) or ():
             kind = type(operation).__name__
@@ -272,7 +274,7 @@ def unfilled(buffer: Tensor) -> float:
 
 
 def set_buffers(hf: nn.Module, change) -> None:
-    """Replace every buffer by `change` of it."""
+    """Replace every buffer by `change(buffer)`."""
     for module in hf.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = change(buffer)
@@ -280,7 +282,7 @@ def set_buffers(hf: nn.Module, change) -> None:
 
 @torch.no_grad()
 def fill(parameter: Tensor, value: Tensor) -> None:
-    """Copy a whole tensor, the same on all ranks, to a sharded one. Collective."""
+    """Copy a whole tensor, which all ranks have, into a sharded parameter. Collective."""
     from torch.distributed.tensor import distribute_tensor
 
     value = value.to(parameter.device)
@@ -291,13 +293,13 @@ def fill(parameter: Tensor, value: Tensor) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor with all its shards. Collective if it is sharded."""
+    """Gather all shards of a tensor. Collective if it is sharded."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def hub_weights(hf: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return whole weights under the names that they have in the files this model was loaded from;
-    for a model on meta, under the hub's names."""
+    """Rename whole weights to the names in the files that this model was loaded from, or, for a
+    model on meta, to the names on the hub."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(hf, weights)
@@ -305,13 +307,13 @@ def hub_weights(hf: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def named_errors(label: str, kind: type[BaseException] = BaseException) -> Iterator[None]:
-    """Turn errors of bad input into a ValueError of one line that begins with `label`. With `kind`
-    ValueError, only those are turned, except for one that begins with a flag already."""
+    """Turn errors of bad input into a `ValueError` of one line that begins with `label`. With
+    `kind` ValueError, turn only those, and only if they do not begin with a flag already."""
     try:
         yield
     except (torch.OutOfMemoryError, torch.distributed.DistError, KeyboardInterrupt, SystemExit):
         raise  # the input is not at fault
-    except kind as error:  # PyTorch's CheckpointException is no Exception
+    except kind as error:  # PyTorch's CheckpointException is not an Exception
         if is_lost_rank(error) or kind is ValueError and str(error).startswith("--"):
             raise
         failures = getattr(error, "failures", None)  # a CheckpointException has one for each rank

@@ -1,4 +1,5 @@
-"""Log-probs and entropies of tokens, and their gradients, for one chunk of tokens at a time.
+"""Log-probs and entropies of tokens, and their gradients, for one chunk of tokens at a time: the
+logits of all tokens, [T, V], often need more memory than the model.
 
 Shapes: T packed tokens, C tokens of one chunk, D hidden size, V vocabulary."""
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 CPU_CHUNK = 256  # tokens of a chunk: 256 * 151,936 logits * 4 bytes = 156 MB
-CUDA_CHUNK = 1024  # on CUDA, chunks have as many tokens as fit in CUDA_BYTES, and at least these
+CUDA_CHUNK = 1024  # on CUDA, a chunk has at least these, and as many as fit in CUDA_BYTES
 CUDA_BYTES = 2**30
 
 
@@ -19,8 +20,8 @@ def chunk_size(vocabulary: int, on_cuda: bool) -> int:
 
 
 class Logits(NamedTuple):
-    """Factors of the logits of T tokens: z = (hidden head^T + bias) * scale, or with a softcap
-    softcap * tanh(z / softcap)."""
+    """What the logits of T tokens are computed from: z = (hidden head^T + bias) * scale and, with a
+    softcap, softcap * tanh(z / softcap)."""
 
     hidden_TD: Tensor
     head_VD: Tensor
@@ -29,13 +30,13 @@ class Logits(NamedTuple):
     softcap: float | None = None
 
     def chunks(self, extra: int = 0) -> list[slice]:
-        """Return the chunks of the T tokens. Each token needs `extra` numbers beside its logits."""
+        """Divide the T tokens into chunks. `extra`: numbers that a token needs beside logits."""
         size = chunk_size(len(self.head_VD) + extra, self.hidden_TD.is_cuda)
         return [slice(start, start + size) for start in range(0, len(self.hidden_TD), size)]
 
     def chunk(self, c: slice, temperature: float) -> tuple[Tensor, Tensor | float]:
-        """Return the logits / temperature of a chunk, [C, V], and their derivative with respect to
-        hidden head^T: a number, or [C, V] with a softcap."""
+        """Return logits / temperature of a chunk, [C, V], and their derivative with respect to
+        hidden head^T: a single number or, with a softcap, [C, V]."""
         logits_CV = product(self.hidden_TD[c], self.head_VD.T)
         if self.bias_V is not None:
             logits_CV += self.bias_V
@@ -47,23 +48,23 @@ class Logits(NamedTuple):
 
 
 class ChunkFunctions(NamedTuple):
-    """Functions of the logits of a chunk `c`, which both may overwrite."""
+    """What `by_chunk` computes from the logits of a chunk `c`. Both may overwrite the logits."""
 
     forward: Callable
-    """(logits_CV, c, *tensors) -> statistics, [C] each. The first two have a gradient"""
+    """(logits_CV, c, *tensors) -> statistics, [C] each. Only the first two have a gradient"""
     backward: Callable
-    """(logits_CV, c, grads_T, tensors, out_T) -> d loss / d logits, by d loss / d statistic (None
-    for an unused one) and all statistics"""
+    """(logits_CV, c, grads_T, tensors, out_T) -> d loss / d logits. `grads_T`: d loss / d statistic
+    (None for an unused one); `out_T`: all statistics of the forward"""
     extra: int = 0
-    """numbers of each token that they need beside its logits"""
+    """numbers that the functions need for each token beside its logits"""
 
 
 def by_chunk(
     logits: Logits, temperature: float, functions: ChunkFunctions, *tensors: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Return statistics of each token's distribution, [T] each, without holding [T, V]. Logits are
-    not kept: the backward pass computes each chunk again. It frees the `tensors`, which
-    the functions need."""
+    """Return statistics of each token's distribution, [T] each, without ever holding all logits
+    [T, V]: the backward pass computes each chunk again. `tensors` go to both `functions`; the
+    backward pass frees them."""
     form = logits[3:]
     return _ByChunk.apply(*logits[:3], form, temperature, functions, *tensors)
 
@@ -88,7 +89,7 @@ class _ByChunk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads_T: Tensor | None):
-        """Gradients of head and bias are summed over the chunks in at least float32."""
+        """Sums the gradients of head and bias over the chunks in at least float32."""
         hidden_TD, head_VD, bias_V, *rest = ctx.saved_tensors
         logits = Logits(hidden_TD, head_VD, bias_V, *ctx.form)
         tensors, out_T = rest[: -len(grads_T)], rest[-len(grads_T) :]
@@ -112,7 +113,7 @@ class _ByChunk(torch.autograd.Function):
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the matrix product a b. For matrices in 16 bits, sum and result are float32."""
+    """Return the matrix product a b. For matrices in 16 bits, sums and result are float32."""
     if a.dtype.itemsize != 2:
         return a @ b
     if a.is_cuda:
@@ -131,7 +132,7 @@ def add_product_(sum_VD: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def multiply_(x_CV: Tensor, factor: Tensor | float) -> Tensor:
-    """Multiply in place, but not by 1: a GPU spends its time on reading and writing [C, V]."""
+    """Multiply in place, but skip a factor of 1: reading and writing [C, V] is what takes time."""
     return x_CV if not isinstance(factor, Tensor) and factor == 1 else x_CV.mul_(factor)
 
 
@@ -144,7 +145,7 @@ class TokenStats(NamedTuple):
 
 
 def logprobs_or_scalars(output: TokenStats | Tensor) -> Tensor:
-    """Return the log-probs of a policy's forward, or the scalars of another model's, [T]."""
+    """Return the log-probs in a policy's output, or the output of a scalar model, [T]."""
     return output if isinstance(output, Tensor) else output.logprobs_T
 
 
@@ -152,11 +153,12 @@ def token_logprobs(
     logits: Logits, targets_T: Tensor, temperature: float = 1.0, compiled: bool = False,
     support_TK: Tensor | None = None,
 ) -> TokenStats:  # fmt: skip
-    """Return statistics of softmax(logits / temperature) on `support_TK`; `compiled`: with fusion.
+    """Return statistics of softmax(logits / temperature); with `support_TK`, of the distribution on
+    these ids alone. `compiled`: let torch.compile fuse the work on a chunk.
 
-    The logits are float32 even if hidden states and head are bfloat16, as in the engine: in
-    bfloat16, sampling and scoring would differ most here. Their gradient is rounded to bfloat16
-    before the matrix products."""
+    The logits are float32 even if hidden states and head are bfloat16. So are the engine's: here
+    sampling and scoring would differ most in bfloat16. The gradient of the logits is rounded to
+    bfloat16 before the matrix products."""
     of_chunk, its_gradient = statistics, gradient
     if compiled:
         of_chunk, its_gradient = fused(statistics_of_copy), fused(gradient)
@@ -176,7 +178,7 @@ def token_logprobs(
 
 
 def on_support(logits_CV: Tensor, support_TK: Tensor | None, c: slice) -> Tensor:
-    """Make the probabilities of all ids but those of a chunk's support 0, in place."""
+    """Set the probability of all ids that are not in a chunk's support to 0, in place."""
     if support_TK is None:
         return logits_CV
     ids_CK = support_TK[c].long()
@@ -185,11 +187,11 @@ def on_support(logits_CV: Tensor, support_TK: Tensor | None, c: slice) -> Tensor
 
 
 def statistics(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, ...]:
-    """Return the statistics of a chunk, in the order of `TokenStats`, then the largest logit and
-    the sum of exp(logit - largest): their logsumexp would be rounded to the precision of the
-    largest logit. Overwrites the logits."""
+    """Return the statistics of a chunk in the order of `TokenStats`, then the largest logit and the
+    sum of exp(logit - largest). (Not their logsumexp, which would be rounded to the precision of
+    the largest logit.) Overwrites the logits."""
     largest_C = logits_CV.amax(-1)
-    # Log-probs and entropy stay the same, and nothing overflows or cancels.
+    # This changes neither log-probs nor entropy. Now exp cannot overflow, and nothing cancels.
     logits_CV.sub_(largest_C[:, None])
     target_C = logits_CV.gather(-1, targets_C[:, None])[:, 0]
     exp_CV = logits_CV.exp()
@@ -202,8 +204,8 @@ def gradient(
     logits_CV: Tensor, targets_C: Tensor, largest_C: Tensor, sum_C: Tensor, entropy_C: Tensor,
     grad_logprob_C: Tensor, grad_entropy_C: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Turn the gradients of a chunk's log-probs and entropies into the gradient of its logits. It
-    overwrites the logits:
+    """Turn the gradients of a chunk's log-probs and entropies into the gradient of its logits.
+    Overwrites the logits:
 
     d log pi_target / d logit_j = [j is target] - pi_j,    dH / d logit_j = -pi_j (log pi_j + H)"""
     logits_CV.sub_(largest_C[:, None])
@@ -220,7 +222,7 @@ def gradient(
 
 
 def statistics_of_copy(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, ...]:
-    """Return `statistics`. Compiled, it neither makes a copy nor writes the logits back."""
+    """Return `statistics`. Compiled, this neither makes the copy nor writes the logits back."""
     return statistics(logits_CV.clone(), targets_C)
 
 

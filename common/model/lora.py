@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): the model is frozen, and its linear
-layers learn a product of two narrow matrices that is added to their weight.
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): the model is frozen, and each linear
+layer learns two narrow matrices, whose product is added to its weight.
 
-A layer multiplies by weight + scale b a, rounded to the compute dtype. Engine and exports get the
-same numbers. The two matrices are float32, so that small steps add up in them.
+A layer multiplies by weight + scale b a, rounded to the compute dtype. Engine and exports get this
+sum, so they have the same numbers. The two matrices are float32, so that small steps add up.
 
 Shapes: R rank, I inputs and O outputs of a layer."""
 
@@ -27,15 +27,15 @@ Dense = Callable[[Tensor, torch.dtype], Tensor]
 
 def merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
     """Return weight + scale b a, added up in float32 and rounded once to the dtype of all three."""
-    if weight_OI.is_cuda:  # one matrix product does this: it moves 8 bytes a weight, not 28
+    if weight_OI.is_cuda:  # addmm does all this at once: 8 bytes of memory traffic a weight, not 28
         return torch.addmm(weight_OI, b_OR, a_RI, alpha=scale)
     merged_OI = torch.addmm(weight_OI.float(), b_OR.float(), a_RI.float(), alpha=scale)
     return merged_OI.to(weight_OI.dtype)
 
 
 class _MergedLinear(torch.autograd.Function):
-    """x (weight + scale b a)^T. The backward computes the sum again, and its gradient, [O, I],
-    never exists: the gradients of a and b are products of narrow matrices."""
+    """x (weight + scale b a)^T. To save memory, the backward computes the sum again, and never
+    makes the gradient of the sum, [O, I]: those of a and b are products of narrow matrices."""
 
     @staticmethod
     def forward(
@@ -62,7 +62,7 @@ class _MergedLinear(torch.autograd.Function):
 class LoRALinear(nn.Linear):
     """Linear layer with an adapter. It takes weight and bias of the layer that it replaces."""
 
-    # The matrix in a dtype. `--quantize` packs the weight, and unpacks it here.
+    # Returns the weight in a dtype. `--quantize` stores it in 4 bits, and here unpacks it.
     dense: Dense = staticmethod(Tensor.to)
 
     def __init__(self, layer: nn.Linear, rank: int, scale: float):
@@ -79,8 +79,8 @@ class LoRALinear(nn.Linear):
         return _MergedLinear.apply(x, self.weight, self.bias, *adapter, self.dense)
 
     def merged(self, dtype: torch.dtype) -> Tensor:
-        """Return the whole matrix by which the layer multiplies in the compute dtype. Collective
-        if the parameters are sharded."""
+        """Return the whole matrix that the layer multiplies by, in `dtype`. Collective if the
+        parameters are sharded."""
         a_RI, b_OR = (whole(x.detach()).to(dtype) for x in (self.lora_A, self.lora_B))
         return merge(self.dense(whole(self.weight.detach()), dtype), a_RI, b_OR, self.scale)
 
@@ -89,8 +89,8 @@ class LoRALinear(nn.Linear):
 
 
 def add_adapters(hf: nn.Module, args: LoRAArgs) -> None:
-    """Give a model on meta its adapters, float32, and freeze all other weights except a scalar
-    head."""
+    """Put adapters (float32) on the layers of a model on meta, and freeze all other weights except
+    a scalar head."""
     in_blocks = {*hf.get_decoder().layers.modules()}
     modules = dict(hf.named_modules())
     linear = {n: x for n, x in modules.items() if type(x) is nn.Linear and x in in_blocks}
@@ -117,8 +117,8 @@ def trained_parameters(hf: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def fill_adapters(hf: nn.Module, stored: dict[str, Tensor], seed: int) -> None:
-    """Fill sharded adapters with `stored` weights, or new ones: A ~ U(-1 / sqrt(I), 1 / sqrt(I))
-    and B = 0, the same on any number of ranks. Collective."""
+    """Fill sharded adapters with `stored` weights or, where these have none, with new ones:
+    A ~ U(-1 / sqrt(I), 1 / sqrt(I)) and B = 0, the same on any number of ranks. Collective."""
     for number, (name, parameter) in enumerate(trained_parameters(hf).items()):
         if name in stored:
             value = stored[name].float()
@@ -134,13 +134,13 @@ def fill_adapters(hf: nn.Module, stored: dict[str, Tensor], seed: int) -> None:
 
 
 class StartingModel(nn.Module):
-    """Frozen model that a policy with adapters started from. It holds only a copy of the first
-    adapters: to run, it exchanges them for the trained ones of the policy, and then exchanges them
-    back."""
+    """The frozen model that a policy with adapters started from, as its reference. It shares the
+    weights of the policy and holds only a copy of the first adapters: for a forward, it puts them
+    into the policy in place of the trained ones, and afterwards puts these back."""
 
     def __init__(self, policy: nn.Module):
         super().__init__()
-        self.policy = (policy,)  # in a tuple it is no submodule
+        self.policy = (policy,)  # in a tuple, so that it is not a submodule
         self.reshard = policy.reshard
         self.start = {name: x.detach().clone() for name, x in trained_parameters(policy).items()}
 
@@ -173,13 +173,13 @@ class StartingModel(nn.Module):
 
 # ---- files of adapters: `adapter/` of a run, and `--adapter` ----
 
-# The PEFT library's name of the file, and its prefix of the model's names.
+# The file's name, and the prefix of the names in it, in the format of the PEFT library.
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 
 def save_adapter(hf: nn.Module, path: str, args: TrainArgs, folder: Path) -> None:
-    """Write the adapter alone; `path` is the folder of its model. Collective."""
+    """Write the adapter, without its model, to `folder`. `path`: the model's folder. Collective."""
     from safetensors.torch import save_file
 
     tensors = {}
@@ -197,8 +197,8 @@ def save_adapter(hf: nn.Module, path: str, args: TrainArgs, folder: Path) -> Non
 
 
 def _peft_config(hf: nn.Module, path: str, args: TrainArgs) -> dict[str, object]:
-    """Return the fields of adapter_config.json. Layers have the endings of their names if these
-    mean no other layers, else whole names."""
+    """Return the fields of adapter_config.json. `target_modules` lists the endings of the layers'
+    names, such as q_proj, or the whole names if other layers have these endings too."""
     linear = {name: module for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
     adapted = {name for name, module in linear.items() if isinstance(module, LoRALinear)}
     endings = {name.rpartition(".")[2] for name in adapted}

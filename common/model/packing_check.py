@@ -1,4 +1,4 @@
-"""Models without an exact packed forward are refused."""
+"""Refuse models that cannot run packs exactly: `load_policy` tries each model with tiny packs."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from common.packs.sample import Sample
 
 
 def require_context_ranks(config, context_ranks: int) -> None:
-    """Raise `ValueError` for a language model whose layers a context group cannot divide."""
+    """Raise `ValueError` if the ranks of a context group cannot share the layers of this model."""
     flag = f"--context_ranks {context_ranks}"
     if num_delta_nets(config):
         problem = f"gated delta nets ({config.model_type}) need whole sequences on each rank"
@@ -24,11 +24,11 @@ def require_context_ranks(config, context_ranks: int) -> None:
 
 @torch.no_grad()
 def check_packing(model: nn.Module) -> None:
-    """Refuse a model in which one sequence of a pack changes another, as in state-space layers, or
-    whose own logits give other log-probs. Collective.
+    """Raise `ValueError` if one sequence of a pack changes another, as in state-space layers, or if
+    our log-probs are not those of the model's own logits. Collective.
 
-    Two packs differ only in the tokens of their first sequence. Shapes and thus kernels are the
-    same, so that the second sequence must have the same numbers in both."""
+    We run two packs that differ only in the tokens of their first sequence. Their shapes, and so
+    the kernels, are the same. So the second sequence must get the same numbers in both."""
     model_type = model.hf.config.model_type
     generator = torch.Generator().manual_seed(0)
     size = model.hf.config.get_text_config().vocab_size
@@ -44,7 +44,7 @@ def check_packing(model: nn.Module) -> None:
         x_T, y_T = (logprobs_or_scalars(model(mb))[-second.num_targets :] for mb in packs)
         if model.hf.get_output_embeddings() is not None:
             model.unshard()  # the head belongs to the root, and this is not the root's forward
-            # Some models of images and text demand images while they train.
+            # In training mode, some models of images and text refuse to run without images.
             logits_TV = model.hf.eval()(**packed_inputs(alone)).logits[0].float()
             model.hf.train()
     model.reshard()  # after a forward without backward the root is still whole
@@ -58,7 +58,7 @@ def check_packing(model: nn.Module) -> None:
     if logits_TV is None:
         return
     expected_T = logits_TV.log_softmax(-1).gather(-1, alone.targets_T[:, None])[:, 0]
-    # Log-probs are float32. Logits have the compute dtype, whose error in nats grows with them.
+    # Log-probs are float32. The model's logits have the compute dtype: large ones are less exact.
     tolerance = 1e-3 if model.compute_dtype == torch.float32 else 0.5
     tolerance *= max(1.0, logits_TV.abs().max().item() / 64)
     if not (expected_T - x_T).abs().max() < tolerance:

@@ -1,7 +1,7 @@
-"""Policies, reward models and value models: transformers that take packs, and how they are loaded
-as FSDP2 shards.
+"""Policies, reward models and value models: transformers that run packs, and how scripts load them
+as FSDP2 shards (`load_policy` and its relatives).
 
-Shapes: T packed tokens, t computed ones (equal, unless `mb.compact`), D hidden size."""
+Shapes: T packed tokens, t computed ones (fewer if prefixes are shared), D hidden size."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -31,13 +31,13 @@ Output = tuple[Tensor, ...] | Tensor  # statistics of each token
 
 
 class PackedModel(nn.Module):
-    """Transformer that takes a PackedBatch. `hf` is the Hugging Face model with its own names;
-    its language model reads the packs. `flops` counts operations of forwards and backwards."""
+    """Base class of a transformer that runs a `PackedBatch`. `hf` is the Hugging Face model, with
+    its own names. `flops` counts the operations of all forwards and backwards."""
 
     image_args: ImageArgs = NO_IMAGES
-    share_prefix = 0  # `--share_prefix` for packs of this model
+    share_prefix = 0  # the value of `--share_prefix` for this model; 0 if it cannot share
     needs_whole_sequences = False
-    # The trace sees trained outputs and the scale of their gradients.
+    # The trace (extras/trace) sets it, to see the outputs of training and their gradients' scale.
     watch: Callable[[PackedBatch, Output, float], None] | None = None
     forward_methods: tuple[str, ...] = ()  # FSDP gathers the root for them as for `forward`
     is_averaged = True  # whether the last gradient was averaged over the copies of the model
@@ -58,16 +58,16 @@ class PackedModel(nn.Module):
 
     def hidden_states(self, mb: PackedBatch) -> Tensor:
         """Return the last hidden states [t, D]."""
-        if self.needs_whole_sequences and mb.compact is not None:  # the pack is another model's
+        if self.needs_whole_sequences and mb.compact is not None:  # packed for another model
             raise ValueError(f"{self.path} needs whole sequences; set --share_prefix 0")
         tokens = mb.model_tokens
         flops = forward_flops(self.hf.config, self.matrix_weights, tokens)
-        if torch.is_grad_enabled():  # a backward costs two forwards, or one for frozen matrices
+        if torch.is_grad_enabled():  # a backward costs two forwards, one if matrices are frozen
             is_frozen = not self.hf.get_input_embeddings().weight.requires_grad
             flops = 3 * flops - is_frozen * 2 * self.matrix_weights * len(tokens.targets_T)
             if hasattr(self, "set_requires_all_reduce"):  # FSDP2 shards it
-                # Hybrid sharding averages over copies once in a minibatch. A tower may have no
-                # image in the last micro-batch.
+                # Hybrid sharding averages gradients over the copies once in a minibatch, at its
+                # last micro-batch. A tower averages at each: there may be no image in the last.
                 self.is_averaged = mb.is_last or self.images is not None
                 self.set_requires_all_reduce(self.is_averaged)
         self.flops += flops
@@ -75,7 +75,7 @@ class PackedModel(nn.Module):
         return self.hf.get_decoder()(**inputs).last_hidden_state[0]
 
     def _output(self, mb: PackedBatch, output: Output) -> Output:
-        """Return the output of a forward, whose gradient is multiplied by `loss_scale`."""
+        """Return the output of a forward, with its gradient multiplied by `loss_scale`."""
         scale = None if self.loss_scale is None else self.loss_scale[0]
         if self.watch is not None and torch.is_grad_enabled():
             self.watch(mb, output, 1.0 if scale is None else float(scale))
@@ -87,8 +87,8 @@ class PackedModel(nn.Module):
 
 
 class Policy(PackedModel):
-    """Causal language model. Its head is a parameter of the FSDP root, and therefore whole within
-    `forward`."""
+    """Causal language model. `forward` can use the head's weight directly: it belongs to the FSDP
+    root, which is whole during a forward."""
 
     def forward(self, mb: PackedBatch, temperature: float = 1.0) -> TokenStats:
         """Return log-probs and further statistics of the targets."""
@@ -101,8 +101,8 @@ class Policy(PackedModel):
     def _logits(self, mb: PackedBatch) -> Logits:
         head = self.hf.get_output_embeddings()
         config = self.hf.config.get_text_config()
-        # Names of Cohere, Granite and Gemma 2. `check_packing` refuses models that do something
-        # else with their logits.
+        # In the configs of Cohere, Granite and Gemma 2. `check_packing` refuses models that do
+        # something else with their logits.
         multiplier = getattr(config, "logit_scale", None) or 1.0
         divisor = getattr(config, "logits_scaling", None) or 1.0
         softcap = getattr(config, "final_logit_softcapping", None)
@@ -111,12 +111,12 @@ class Policy(PackedModel):
 
 
 class ScalarModel(PackedModel):
-    """Model with one number per token, in the form of Hugging Face's sequence classifiers with one
-    label: a reward model or a value model."""
+    """Reward model or value model: it returns one number for each token. In Hugging Face's terms it
+    is a sequence classifier with one label."""
 
     def forward(self, mb: PackedBatch) -> Tensor:
-        """Return scalars [T], float32. Like every stream they are aligned with targets: `x_T[t]`
-        depends on the inputs up to t, not on `targets_T[t]`."""
+        """Return scalars [T], float32. They are aligned with targets, like every stream: `x_T[t]`
+        depends on the tokens before `targets_T[t]`, and not on that token itself."""
         scalars_t = self.hidden_states(mb).float() @ self.hf.score.weight[0].float()
         return self._output(mb, mb.expand([scalars_t])[0])
 
@@ -125,7 +125,7 @@ class ScalarModel(PackedModel):
 
 
 def compute_dtype(args: ModelArgs, device: torch.device) -> torch.dtype:
-    """Return `--dtype`."""
+    """Return the dtype of forwards and backwards: `--dtype`, where auto depends on the device."""
     auto = "bfloat16" if device.type == "cuda" else "float32"
     return getattr(torch, auto if args.dtype == "auto" else args.dtype)
 
@@ -134,14 +134,14 @@ def load_policy(
     path: str, args: BaseArgs, device: torch.device, trainable: bool = True, flag: str = "--model",
     kind: type[PackedModel] = Policy, moves: bool = False, image_args: ImageArgs = NO_IMAGES,
 ) -> Any:  # fmt: skip
-    """Load the causal language model of a local folder as FSDP2 shards: float32 masters, `--dtype`
-    compute, float32 reduction, no dropout. With `--lora_rank` only adapters are trained (lora.py),
-    with the `--vision` of `image_args` the model reads images.
+    """Load the causal language model in a local folder as FSDP2 shards: master weights and gradient
+    reduction in float32, compute in `--dtype`, no dropout. With `--lora_rank` only adapters are
+    trained (lora.py). With `--vision` in `image_args` the model reads images.
 
-    `trainable=False` gives a frozen reference in the compute dtype, or in float32 if it `moves`
-    (`move_towards`). On device meta the model is neither sharded nor filled. `flag` is named in
-    errors; `kind` is the class of the result. Collective. Raises `ValueError` for a model whose
-    packs are not exact."""
+    `trainable=False` gives a frozen reference in the compute dtype, or in float32 if `moves`: then
+    `move_towards` may change it. On device meta the model is neither sharded nor filled. `flag` is
+    named in errors; `kind` is the class of the result. Raises `ValueError` if the model cannot run
+    packs exactly. Collective."""
     with named_errors(f"{flag} {path}", ValueError):
         model, source = build_on_meta(path, args, device, trainable, flag, kind, moves, image_args)
         if device.type != "meta":
@@ -151,23 +151,23 @@ def load_policy(
 
 
 class Source(NamedTuple):
-    """What fills the weights of a model on meta, beside the files of its folder."""
+    """How to fill the weights of a model on meta from the files of its folder."""
 
     rules: list
-    """transformers' rules for the names in the files"""
+    """transformers' rules that turn names in files into names of the model"""
     change: Callable[[dict], dict] = dict
-    """turns slices of the files into packed ones (`--quantize`)"""
+    """quantizes weights as they are read (`--quantize`)"""
     adapter: dict[str, Tensor] | None = None
-    """weights of `--adapter`, none for a new adapter; None without adapters"""
+    """weights of `--adapter`; {} for a new adapter; None without adapters"""
 
 
 def build_on_meta(
     path: str, args: BaseArgs, device: torch.device, trainable: bool, flag: str,
     kind: type[PackedModel], moves: bool, image_args: ImageArgs,
 ) -> tuple[PackedModel, Source]:  # fmt: skip
-    """Return the model on meta: what is trained, in which dtype, and what is recomputed."""
-    # Weights that change are float32. FSDP would cast frozen ones, also under adapters, to the
-    # compute dtype before every forward.
+    """Build the model on meta: which weights are trained, in which dtype, what is recomputed."""
+    # Weights that change are float32. Frozen ones, also those under adapters, have the compute
+    # dtype: FSDP would have to cast them before every forward.
     changes = (trainable or moves) and not args.lora_rank
     dtype = torch.float32 if changes else compute_dtype(args, device)
     hf, rules = model_on_meta(path, dtype, kind is ScalarModel)
@@ -214,8 +214,8 @@ def shard_and_fill(
         from common.parallel.context import setup_context_groups
 
         setup_context_groups(args.context_ranks)
-    # A text run never gathers the towers. Those that read images belong to the root: ranks without
-    # images would not meet the others in a collective.
+    # In a run without images the towers are units that are never gathered. If they read images they
+    # belong to the root: a rank without images would not join the others to gather them.
     units = [*hf.get_decoder().layers, *(towers_of(hf) if model.images is None else ())]
     shard(model, units, args, device, reshard_root=not trainable)
     # Only parameters may stay on the host: FSDP gathers them on the device.
@@ -235,11 +235,11 @@ def shard_and_fill(
 
 
 def check_packs(model: PackedModel, args: BaseArgs) -> None:
-    """Require that packs equal their sequences, and decide whether they share prefixes.
-    Collective."""
+    """Raise `ValueError` if the model cannot run packs exactly, and decide whether its packs share
+    prefixes. Collective."""
     check_packing(model)
     config = model.hf.config
-    # A gated delta net has a state after the prefix, which attention's keys do not hold.
+    # After a prefix, a gated delta net has a state. Only the keys of attention are shared.
     model.needs_whole_sequences = num_delta_nets(config.get_text_config()) > 0
     model.share_prefix = 0 if model.needs_whole_sequences else args.share_prefix
     if model.share_prefix != args.share_prefix:
@@ -249,8 +249,8 @@ def check_packs(model: PackedModel, args: BaseArgs) -> None:
 def load_scalar_model(
     path: str, args: BaseArgs, device: torch.device, trainable: bool = True, flag: str = "--model"
 ) -> ScalarModel:
-    """Load a model with a scalar head, like `load_policy`. If the folder has no such head, one is
-    drawn from N(0, 1 / (D + 1)) by `--seed` (arXiv:2009.01325). Frozen models need their own."""
+    """Load a model with a scalar head, like `load_policy`. If the folder has no such head, draw one
+    from N(0, 1 / (D + 1)) by `--seed` (arXiv:2009.01325). A frozen model must have a head."""
     return load_policy(path, args, device, trainable, flag, kind=ScalarModel)
 
 
@@ -258,8 +258,8 @@ def load_reference(
     policy: Policy, args: BaseArgs, device: torch.device, path: str | None = None,
     kind: type[Policy] = Policy, moves: bool = False,
 ) -> nn.Module:  # fmt: skip
-    """Load the frozen model of `--reference_model` from `path`, by default the model that the
-    policy starts from. With adapters that is the policy, before a checkpoint is loaded."""
+    """Load the frozen reference from `path` (`--reference_model`), by default the model that the
+    policy starts from. With adapters, call this before a checkpoint is loaded: it copies them."""
     if path is not None:
         return load_policy(
             path, args, device, False, "--reference_model", image_args=policy.image_args
@@ -284,10 +284,10 @@ def move_towards(frozen: nn.Module, policy: nn.Module, rate: float) -> None:
 
 
 def _set_threads(model: PackedModel, args: BaseArgs, device: torch.device) -> None:
-    """Choose the threads of this process, unless OMP_NUM_THREADS does: 1 is torchrun's default."""
+    """Choose the number of threads, unless OMP_NUM_THREADS does (torchrun sets 1 by default)."""
     given = os.environ.get("OMP_NUM_THREADS")
     if device.type == "cpu" and given is None and model.matrix_weights < 1e7:
-        # In so small a model threads wait for each other longer than they compute.
+        # In a model this small, threads spend more time waiting for each other than computing.
         torch.set_num_threads(1)
     if device.type == "cuda" and args.offload == "all" and given in (None, "1"):
         cores = len(os.sched_getaffinity(0))  # the optimizer step is on the host
@@ -298,10 +298,10 @@ def shard(
     model: PackedModel, units: Sequence[nn.Module], args: BaseArgs, device: torch.device,
     reshard_root: bool,
 ) -> None:  # fmt: skip
-    """Apply `fully_shard` to every unit, such as a transformer block, and to the rest, as the root.
+    """Apply `fully_shard` to every unit, such as a transformer block, and to the rest, the root.
 
-    The root stays whole from forward to backward, which needs it next; `reshard_root` frees it if
-    there is no backward. With `--offload all` FSDP keeps shards and gradients on the host."""
+    The root stays whole after a forward, because the backward needs it next. `reshard_root` frees
+    it if there is no backward. With `--offload all` FSDP keeps shards and gradients on the host."""
     from torch.distributed import fsdp
 
     model.device = device
@@ -323,11 +323,11 @@ def shard(
 
 
 def _compile(blocks: Iterable[nn.Module]) -> None:
-    # Blocks run with and without a graph, with and without shared prefixes, in many sizes.
+    # Blocks are compiled many times: with and without gradients, shared prefixes, in many sizes.
     torch._dynamo.config.recompile_limit = 32
     for block in blocks:
-        # The router decides the sizes of experts, and inductor fails to compile them in float32
-        # (torch 2.13).
+        # The router decides how many tokens each expert gets. Inductor fails to compile that in
+        # float32 (torch 2.13).
         for name, module in block.named_modules():
             if name.endswith("experts"):
                 module.forward = torch.compiler.disable(module.forward)

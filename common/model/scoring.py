@@ -1,5 +1,5 @@
-"""Forwards without gradient: log-probs and values that stay fixed while a rollout is trained on,
-scores of a reward model, log-probs of completions, and the log-probs of a reference."""
+"""Forwards without gradient: log-probs and values that stay fixed during an update, scores of a
+reward model, log-probs of whole completions, and those of the reference for a data set."""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice
@@ -27,15 +27,15 @@ def forwards(model: nn.Module, micro_batches: Iterable[PackedBatch], **options) 
     """Return the log-probs of a policy, or the scalars of another model: [T] for each micro-batch.
     Collective."""
     streams = [logprobs_or_scalars(model(mb, **options)) for mb in micro_batches]
-    model.reshard()  # after a forward without backward the root is still whole
+    model.reshard()  # no backward follows, so FSDP has not freed the root yet
     return streams
 
 
 def sequence_sums(
     model: PackedModel, groups: list[list[Sample]], pack_tokens: int
 ) -> tuple[list[PackedBatch], list[Tensor]]:
-    """Pack this rank's groups, which may share prefixes. Return the micro-batches, and the sums of
-    `forwards` over the trained tokens of their samples, [N] each. Collective."""
+    """Pack this rank's groups and run the model. Return the micro-batches and, for each, the sum of
+    the log-probs (or scalars) over the trained tokens of each sample, [N]. Collective."""
     require_length(model, max((sample.num_targets for sample in chain(*groups)), default=0))
     positions = positions_of_rank(len(groups))
     (packs,) = pack_minibatches(groups, positions, 1, pack_tokens, model.device, model.share_prefix)
@@ -44,7 +44,7 @@ def sequence_sums(
 
 
 def require_length(model: PackedModel, longest: int) -> None:
-    """Raise `ValueError` if the longest input is longer than the model's context."""
+    """Raise `ValueError` if a sequence of `longest` tokens does not fit in the model's context."""
     limit = getattr(model.hf.config.get_text_config(), "max_position_embeddings", longest)
     if longest > limit:
         problem = f"a sequence of {longest} tokens is longer than its context of {limit}"
@@ -56,9 +56,9 @@ def with_logprobs(
     ref: nn.Module | None = None, old_of_first: bool = True,
 ) -> Minibatches:  # fmt: skip
     """Return the micro-batches with log-probs that stay fixed during the update: `old_logprobs_T`
-    of the policy `old`, `ref_logprobs_T` of the frozen model `ref`. With `old_of_first` False the
-    first minibatch gets no old log-probs: no update precedes it, so the forward of its own update
-    computes them anyway. Collective."""
+    of the policy `old`, and `ref_logprobs_T` of the frozen model `ref`. If `old_of_first` is False,
+    the first minibatch gets no old log-probs: no update comes before it, so the forward of its own
+    update computes the same numbers. Collective."""
     if old is not None:
         first = [] if old_of_first else minibatches[:1]
         rest = minibatches[len(first) :]
@@ -69,7 +69,7 @@ def with_logprobs(
 
 
 def with_values(minibatches: Minibatches, value_model: nn.Module) -> Minibatches:
-    """Return the micro-batches with `values_T` of the value model before the update. Collective."""
+    """Return the micro-batches with the value model's `values_T` before the update. Collective."""
     return _with_stream(minibatches, "values_T", value_model)
 
 
@@ -81,29 +81,29 @@ def _with_stream(minibatches: Minibatches, name: str, model: nn.Module, **option
 def log_likelihoods(
     model: Policy, groups: list[list[Sample]], pack_tokens: int
 ) -> list[tuple[float, int]]:
-    """Return the log-prob of each completion, in nats, and its number of tokens. Collective."""
+    """Return log-prob and number of tokens of each of this rank's completions. Collective."""
     logps = own_sample_values(*sequence_sums(model, groups, pack_tokens))
     return [(x, sum(s.loss_mask)) for x, s in zip(logps, chain(*groups), strict=True)]
 
 
 def score(model: ScalarModel, groups: list[list[list[int]]], pack_tokens: int) -> list[float]:
-    """Return the reward of each of this rank's sequences of prompt and completion. Collective."""
+    """Return the reward of each of this rank's sequences (prompt and completion). Collective."""
     samples = [[at_end(ids) for ids in group] for group in groups]
     return own_sample_values(*sequence_sums(model, samples, pack_tokens))
 
 
-# ---- of a data set, by the frozen reference ----
+# ---- log-probs of a data set by the frozen reference ----
 
 
 def reference_logps(
     policy: Policy, datasets: Sequence[Sequence[list[Sample]]], tokenizer, args,
     device: torch.device, needed: bool = True,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the reference's log-probs of all completions, float64 [groups, samples of a group] for
-    each data set: the training rows and the held-out rows. Zeros if the loss reads none.
+    """Return the reference's log-probs of all completions, float64 [groups, samples per group] for
+    each of the `datasets` (training rows, held-out rows). Zeros if they are not `needed`.
 
-    Call this before a checkpoint is loaded: the reference often is the starting model. Collective.
-    """
+    Call this before a checkpoint is loaded, since the reference often is the starting model itself.
+    Collective."""
     shapes = [(len(groups), len(groups[0]) if groups else 0) for groups in datasets]
     if not needed:
         return [torch.zeros(shape) for shape in shapes]

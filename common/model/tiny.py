@@ -1,7 +1,8 @@
-"""Built-in models of a million parameters with a token for each character (tools/make_tiny.py).
-They fit the tasks of common/text/tasks.py. `tiny` is a Qwen3 with random weights. `tiny-sft` is
-`tiny` after sft.py on the task `arithmetic`, of which it solves 0.4: a start for RL. `tiny-images`
-is an Idefics3 with random weights, for which a picture is 16 tokens; it lies with its extra."""
+"""Built-in models of a million parameters, made by tools/make_tiny.py, for tests and first steps on
+a CPU. Each character is a token. `tiny` is a Qwen3 with random weights. `tiny-sft` is `tiny` after
+sft.py on the task `arithmetic` (common/text/tasks.py); it solves 0.4 of it, a start for RL.
+`tiny-images` is an Idefics3 with random weights, which reads a picture as 16 tokens; its files are
+in extras/images."""
 
 from pathlib import Path
 
