@@ -1,1 +1,1 @@
-"""Optimizer step, checkpoints, and the run around the steps of a script."""
+"""The optimizer step, checkpoints, and everything else that a script does around its steps."""

@@ -1,10 +1,11 @@
-"""Resumable checkpoints, and the Hugging Face export.
+"""Checkpoints that a run resumes from, and the Hugging Face export. `Run` (run.py) calls both.
 
-`checkpoints/step_000100/` contains each rank's shards of model and optimizer as safetensors, which
-any number of ranks can load; `state.json` (step and data cursor); `checksums.json` (size and CRC of
-these files); and `hf/`, the model of this step, which `--model .../step_000100` loads. A save
-writes to a temporary folder and renames it at the end, so that an interrupted save is ignored. All
-ranks must share the folder."""
+The folder `checkpoints/step_000100/` has the model and the optimizer as safetensors, which all
+ranks write together and any number of ranks can load; `state.json`, with the step and the position
+in the data; `checksums.json`, with the size and CRC of these files; and `hf/`, an export of the
+model at this step, which `--model .../step_000100` loads. A save writes to a temporary folder and
+renames it at the end, so that no run loads half a checkpoint. All ranks must see the same
+folder."""
 
 import json
 import re
@@ -31,17 +32,18 @@ from common.train.export_files import config_file, generation_file, tokenizer_fi
 
 CARD = "README.md"
 CHECKSUM = b"<!-- CRC %08x: a later export replaces this card unless it is edited -->\n"
-BYTES_PER_FILE = 2**30  # of a rank, which holds its file in memory while it writes it
-BYTES_PER_EXPORT = 5 * 10**9  # of a file of hf/, which rank 0 holds in memory likewise
-PATHS = re.compile(r"(?<![^\s=:'\"])[~/]\S*/(?=[^/\s])")  # absolute paths up to their last name
+BYTES_PER_FILE = 2**30  # of a checkpoint file: a rank has its whole file in memory to write it
+BYTES_PER_EXPORT = 5 * 10**9  # of a weights file in hf/, for the same reason on rank 0
+PATHS = re.compile(r"(?<![^\s=:'\"])[~/]\S*/(?=[^/\s])")  # an absolute path without its last name
 
 
 class Checkpointer:
-    """Saves and loads a model with its optimizer, and other objects with a `state_dict`, which is
-    small and the same on every rank.
+    """Saves and loads a model with its optimizer. It also saves further objects (`stateful`)
+    through their `state_dict`, which must be small and the same on every rank.
 
-    `value` is a second model with its optimizer, `moving` one without: it follows the policy
-    (`move_towards`). An export ends its turns with `stop_token_ids` too."""
+    `value` is a second trained model and its optimizer (a critic). `moving` is a model without an
+    optimizer that follows the policy (`move_towards`). In the export, `stop_token_ids` end a
+    completion as the EOS does."""
 
     def __init__(
         self, args: TrainArgs, model: PackedModel, optimizer: Optimizer, tokenizer, value=None,
@@ -62,9 +64,10 @@ class Checkpointer:
             self.files = hf_files(model, tokenizer, format_of(tokenizer, args), stop_token_ids)
 
     def load_latest(self) -> int:
-        """Load the newest intact checkpoint and return its number of finished steps; 0 without
-        checkpoints. A damaged one is reported, and renamed to `step_N.corrupt`. Raises `ValueError`
-        if all are damaged, or if a file cannot be read. Collective."""
+        """Load the newest intact checkpoint. Return the number of steps that it had finished, or 0
+        if there is none. A damaged one is reported and renamed to `step_N.corrupt`, and the one
+        before it is tried. Raises `ValueError` if all are damaged, or if a file cannot be read.
+        Collective."""
         import torch.distributed.checkpoint as dcp
 
         names = distributed.from_main([path.name for path in checkpoints_in(self.checkpoints)])
@@ -84,13 +87,13 @@ class Checkpointer:
                 shutil.rmtree(path.with_suffix(".corrupt"), ignore_errors=True)
                 path.rename(path.with_suffix(".corrupt"))
         else:
-            if names or any(self.checkpoints.glob("*.corrupt")):  # an earlier start renamed them
+            if names or any(self.checkpoints.glob("*.corrupt")):  # renamed earlier
                 advice = "start over with --resume never"
                 raise ValueError(f"{self.checkpoints}: all checkpoints are damaged; {advice}")
             return 0
         with named_errors(f"{path}: cannot read the checkpoint"):
             reader = dcp.HuggingFaceStorageReader(path)
-            reader.read_metadata()  # within `load` torch would log a traceback
+            reader.read_metadata()  # within `load` torch would log a traceback of an error
             dcp.load(self._tensors(), storage_reader=reader)
             state = json.loads((path / STATE).read_text())
         for name, item in self.stateful.items():
@@ -99,13 +102,13 @@ class Checkpointer:
         return state["step"]
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint by name, which are filled in place when it is loaded:
-        trained weights with their optimizer's states, buffers, and moving weights. Frozen weights
-        are read from `--model`, and an optimizer's settings are flags."""
+        """Return what a checkpoint holds, by name: trained weights with their optimizer states,
+        buffers, and the weights of `moving`. Loading fills these tensors in place. Frozen weights
+        are missing here because a resumed run reads them from `--model`."""
         tensors = {}
         for prefix, (model, optimizer) in self.trained.items():
             weights = dict(model.named_parameters(remove_duplicate=False))
-            state = model.state_dict()  # FSDP first frees weights that a forward left whole
+            state = model.state_dict()  # FSDP reshards what a forward has gathered
             tensors |= {f"{prefix}model.{n}": x for n, x in state.items() if n not in weights}
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
@@ -117,8 +120,8 @@ class Checkpointer:
         return tensors
 
     def save(self, step: int) -> None:
-        """Write the checkpoint after `step` steps, also in place of an earlier one, then delete all
-        but the newest `--keep_last`. Collective."""
+        """Write the checkpoint after `step` steps; one of the same step is replaced. Then delete
+        all but the newest `--keep_last`. Collective."""
         import torch.distributed.checkpoint as dcp
 
         final = self.checkpoints / f"step_{step:06d}"
@@ -143,16 +146,17 @@ class Checkpointer:
             durable.write_json(work / durable.CHECKSUMS, checksums)
             durable.replace(work, final)
             for old in checkpoints_in(self.checkpoints)[self.args.keep_last :]:
-                dropped = old.with_suffix(".dropped.tmp")  # a kill leaves no half of a checkpoint
+                dropped = old.with_suffix(".dropped.tmp")  # a kill leaves no half checkpoint
                 old.rename(dropped)
                 shutil.rmtree(dropped)
         distributed.barrier()
 
     def export_hf(self, step: int, name: str = "hf", saved: bool = False) -> None:
-        """Write the model after `step` steps to `hf/` or `best/`: safetensors in the base's dtype,
-        config, tokenizer and model card; `saved`: the checkpoint of the step has it already. The
-        card of an earlier export stays if the user edited it. Adapters are merged, and also written
-        alone to `adapter/` or `best_adapter/`. Collective."""
+        """Write the model after `step` steps to the folder `name` (hf or best): safetensors in the
+        dtype of the base model, config, tokenizer and model card. With `saved` the checkpoint of
+        this step already has an export, which is copied. A model card that the user edited is kept.
+        LoRA adapters are merged into the weights, and also written alone to `adapter/` or
+        `best_adapter/`. Collective."""
         folder = self.folder / name
         work = folder.with_suffix(".tmp")
         if not saved:
@@ -172,13 +176,13 @@ class Checkpointer:
 
 
 def export_hf(model: PackedModel, tokenizer, folder: Path) -> None:
-    """Write a model to a new folder, in the dtype of its base. Collective."""
+    """Write a model to a new folder, in the dtype of its base model. Collective."""
     files = hf_files(model, tokenizer, "auto") if distributed.is_main() else {}
     write_model(model, files, folder)
 
 
 def warn_of_rounding(model: PackedModel) -> None:
-    """Warn if exports have a narrower dtype, the base's, than the compute dtype."""
+    """Warn if exports, which have the base model's dtype, are narrower than the training dtype."""
     dtypes = base_dtype(model.path), model.compute_dtype
     if torch.promote_types(*dtypes) != dtypes[0]:
         narrow, wide = (str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -189,19 +193,19 @@ def warn_of_rounding(model: PackedModel) -> None:
 def hf_files(
     model: PackedModel, tokenizer, prompt_format: str, stop_token_ids: Sequence[int] = ()
 ) -> dict[str, bytes]:
-    """Return the files of an export besides the weights, by name: config.json,
-    generation_config.json and files of the tokenizer. A run reads them at start: its model may be a
-    checkpoint that another run deletes later."""
+    """Return all files of an export except the weights, by name: config.json,
+    generation_config.json and the tokenizer's files. A run reads them when it starts, because
+    `--model` may be a checkpoint that another run deletes later."""
     path = model.path
     changes: dict[str, object] = {}
     if isinstance(model, ScalarModel):
-        # transformers scores the last token that is not padding: no EOS may be the padding.
+        # transformers scores the last token that is not padding, so an EOS must not be the padding.
         ends = eos_token_ids(path, tokenizer, prompt_format)
         changes = dict(
             architectures=[type(model.hf).__name__],
             id2label={"0": "LABEL_0"},
             label2id={"LABEL_0": 0},
-            scored_at="end_of_turn",  # the trained score, for rewards/reward_model.py
+            scored_at="end_of_turn",  # where rewards/reward_model.py reads the score
             pad_token_id=None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id,
         )
     files = tokenizer_files(path, tokenizer, prompt_format)
@@ -214,8 +218,9 @@ def hf_files(
 
 
 def model_card(args: TrainArgs, step: int) -> bytes:
-    """Return README.md of an export after `step` steps: base, script, the flags that differ from
-    their defaults, and a checksum (`is_edited`). Absolute paths are cut to their last name."""
+    """Return the README.md of an export after `step` steps: the base model, the script, the flags
+    that are not at their defaults, and a checksum for `is_edited`. Absolute paths are cut to their
+    last name."""
     script = script_of(type(args)).name
     defaults = flags_of(type(args)())
     flags = {name: x for name, x in flags_of(args).items() if x != defaults[name]}
@@ -241,7 +246,7 @@ with `{script} --config flags.yaml` of onefile, where flags.yaml is:
 
 
 def is_edited(card: bytes) -> bool:
-    """Return whether a model card is not as `model_card` wrote it."""
+    """Return whether somebody has changed a model card since `model_card` wrote it."""
     text, start, _ = card.rpartition(CHECKSUM[:5])
     return not start or card != text + CHECKSUM % zlib.crc32(text)
 
@@ -249,8 +254,8 @@ def is_edited(card: bytes) -> bool:
 def write_model(
     model: PackedModel, files: dict[str, bytes], folder: Path, limit: int = BYTES_PER_EXPORT
 ) -> None:
-    """Write a model's `files` and weights to a new folder: safetensors of at most 5 GB in the dtype
-    of config.json, an index if there are several, and checksums. Collective."""
+    """Write `files` and a model's weights to a new folder: safetensors of at most `limit` bytes
+    each, in the dtype of config.json, an index if there are several, and checksums. Collective."""
     dtype = None
     if distributed.is_main():
         folder.mkdir(parents=True)
@@ -264,20 +269,22 @@ def write_model(
         for file in folder.glob("*.safetensors"):
             shutil.copymode(folder / "config.json", file)  # safetensors lets only the owner read
         durable.write_checksums(folder)
-    for _ in weights:  # other ranks take part in the gathers
+    for _ in weights:  # the other ranks only take part in gathering
         pass
     distributed.barrier()
 
 
 def exported_weights(model: PackedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of an export, on the host, by their names in files; nothing but on rank 0.
-    They are gathered one block at a time, in `dtype`. Adapters are merged into their base, and a
-    tied head is the embedding. Buffers keep their dtype: a router's bias (GLM-4.5) does not fit in
-    bfloat16. Collective."""
+    """Yield the name and the tensor of each exported weight, on the CPU. Only rank 0 yields any;
+    the other ranks must iterate too, because shards are gathered, one block of the model at a time.
+
+    Weights are cast to `dtype`, LoRA adapters are merged into them, and a head tied to the
+    embedding is left out. Buffers keep their dtype: GLM-4.5's router bias does not fit in bfloat16.
+    Collective."""
     hf = model.hf
     buffers = dict(hf.named_buffers())
     names = [n for n in hf.state_dict() if n not in hf.all_tied_weights_keys and ".lora_" not in n]
-    # Only weights of one block share a tensor in files.
+    # `hub_weights` renames, splits and joins weights, but only within a block.
     for _, block in groupby(names, lambda name: re.match(r"(\D*\.\d+\.)?", name)[0]):
         tensors = {}
         for name in block:
@@ -294,9 +301,10 @@ def exported_weights(model: PackedModel, dtype: torch.dtype) -> Iterator[tuple[s
 
 
 def write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path, limit: int) -> None:
-    """Write the files of weights that transformers expects, each as soon as it is full."""
+    """Write the weights to safetensors files, named as transformers expects. A file is written as
+    soon as the next weight would make it larger than `limit`."""
     files: list[list[str]] = []  # names of the weights in each
-    tensors: dict[str, Tensor] = {}  # of the next file
+    tensors: dict[str, Tensor] = {}  # for the next file
     total = 0
 
     def write() -> None:

@@ -1,6 +1,8 @@
-"""Files of an export besides its weights: the base's files with the changes of the run. If only
-transformers 5 can read the base, they also get the fields of transformers 4 (4.57), on which most
-other programs are built."""
+"""The files of an export besides its weights (config, generation config, tokenizer): those of the
+base model, with the changes of the run. checkpoint.py writes them.
+
+Many programs still use transformers 4. If the base model's files are in the form of transformers 5,
+the export repeats their fields under the names of transformers 4 (4.57)."""
 
 import json
 from collections.abc import Sequence
@@ -16,16 +18,17 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"
-# transformers' classes that ignore a tokenizer.json cut this text into other tokens.
+# Some tokenizer classes of transformers ignore tokenizer.json. They cut this text differently.
 PROBE = "It's 12,345.6 é\n\n  {x: 字}\tEND"
-TOKENIZER_FILES = (  # with the processor of images
+TOKENIZER_FILES = (  # and those of the image processor
     "tokenizer* special_tokens_map.json added_tokens.json vocab.* merges.txt *.model *.tiktoken"
     f" tekken.json *processor_config.json {TEMPLATE} {MORE_TEMPLATES}/*.jinja"
 ).split()
 
 
 def config_file(path: str, dtype: torch.dtype, changes: dict[str, object]) -> bytes:
-    """Return config.json of the base with `dtype` and the `changes`, for transformers 4 and 5."""
+    """Return the base's config.json with `dtype` and `changes`, readable by transformers 4 and
+    5."""
     fields = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     config = load_config(path)
     fields.pop("auto_map", None)  # it names Python files, which are not exported
@@ -37,7 +40,7 @@ def config_file(path: str, dtype: torch.dtype, changes: dict[str, object]) -> by
 
 
 def _in_both_forms(fields: dict, config, dtype: torch.dtype) -> dict[str, object]:
-    """Return the fields of a config as transformers 4 and 5 read them."""
+    """Return a config's fields in a form that both transformers 4 and 5 read."""
     if "rope_parameters" in fields:  # transformers 5 wrote the file
         fields = fields | fields_of_transformers_4(config)
     name = str(dtype).removeprefix("torch.")
@@ -45,18 +48,18 @@ def _in_both_forms(fields: dict, config, dtype: torch.dtype) -> dict[str, object
 
 
 def fields_of_transformers_4(config) -> dict[str, object]:
-    """Return what transformers 5 renamed or moved, under the names of transformers 4."""
+    """Return the fields that transformers 5 renamed or moved, under their old names."""
     saved = config.to_dict()
     fields = {old: saved[new] for old, new in config.attribute_map.items() if new in saved}
     layers = saved.get("rope_parameters") or {}
-    rope = layers.get("full_attention") or layers  # types of layers may have fields of their own
-    # The model has no rotary embeddings, or a form that transformers 4 does not know.
+    rope = layers.get("full_attention") or layers  # layer types may have different fields
+    # The model has no rotary embeddings, or a kind that transformers 4 does not know.
     if "rope_theta" not in rope or rope["rope_type"] == "proportional":
         return fields
     moved = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     scaling = {key: value for key, value in rope.items() if key not in moved}
     fields |= moved
-    # Qwen3-VL has further fields beside the default type.
+    # Qwen3-VL has the default type and further fields, which must stay.
     fields["rope_scaling"] = None if scaling == dict(rope_type="default") else scaling
     if config.model_type == "gpt_neox":
         fields |= dict(rotary_emb_base=rope["rope_theta"], rotary_pct=rope["partial_rotary_factor"])
@@ -68,17 +71,18 @@ def fields_of_transformers_4(config) -> dict[str, object]:
 def generation_file(
     path: str, tokenizer, prompt_format: str, stop_token_ids: Sequence[int] = ()
 ) -> bytes:
-    """Return generation_config.json of the base with all tokens that end completions in training,
-    and the `prompt_format` for later runs."""
+    """Return the base model's generation_config.json. It lists all tokens that ended a completion
+    in training, so that other programs stop there too, and the `prompt_format` for later runs."""
     ends = eos_token_ids(path, tokenizer, prompt_format, stop_token_ids)
     fields = fields_of(path, GENERATION_CONFIG)
     return _json(fields | dict(eos_token_id=ends, prompt_format=prompt_format))
 
 
 def tokenizer_files(path: str, tokenizer, prompt_format: str) -> dict[str, bytes]:
-    """Return the base's tokenizer files by name. Changed are another chat template, an EOS if only
-    the template ends a turn with it, names that transformers 4 does not know, names of Python
-    files, and a class that ignores the ids of tokenizer.json."""
+    """Return the base model's tokenizer files by name, with these changes: the run's chat template;
+    the EOS, if only the chat template ends a turn with it; names that transformers 4 does not know;
+    no references to Python files, which are not exported; and another class if the named one
+    ignores the ids of tokenizer.json."""
     from transformers import AutoTokenizer
 
     folder = Path(path)
@@ -91,7 +95,7 @@ def tokenizer_files(path: str, tokenizer, prompt_format: str) -> dict[str, bytes
     changes: dict[str, object] = {}
     if stored.get("tokenizer_class") == "TokenizersBackend":  # transformers 4 does not know it
         changes["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(special := stored.get("extra_special_tokens"), list):  # there it is a dict
+    if isinstance(special := stored.get("extra_special_tokens"), list):  # a dict in version 4
         changes |= dict(extra_special_tokens=None, additional_special_tokens=special)
     named = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if named.encode(PROBE) != tokenizer.encode(PROBE):
@@ -114,7 +118,7 @@ def tokenizer_files(path: str, tokenizer, prompt_format: str) -> dict[str, bytes
 
 
 def change(files: dict[str, bytes], name: str, changes: dict[str, object]) -> None:
-    """Change fields of a JSON file, which keeps its bytes if they do not change."""
+    """Change fields of a JSON file. If no value changes, the file keeps its exact bytes."""
     if name in files:
         before = json.loads(files[name])
         after = changed(before, changes)
@@ -123,7 +127,7 @@ def change(files: dict[str, bytes], name: str, changes: dict[str, object]) -> No
 
 
 def changed(fields: dict, changes: dict[str, object]) -> dict:
-    """Return the fields with the changes, without those that become None."""
+    """Return the fields with the changes applied. A change to None removes the field."""
     removed = {key for key, value in changes.items() if value is None}
     return {key: value for key, value in (fields | changes).items() if key not in removed}
 

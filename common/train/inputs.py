@@ -1,8 +1,9 @@
-"""What a run reads, known by its content. A resumed run stops at other training rows or frozen
-weights, and says which rewards, tools or held-out rows are not as they were.
+"""Digests of the files and rows that a run reads. A resumed run compares them with `inputs.json` in
+its output folder, which has the digests of the first start (run_folder.py).
 
-`inputs.json` in the output folder has the digests of when the run began. A copy of a file has the
-same digest, whatever its times."""
+It refuses other training rows, models or chat templates. If the code of a reward or tool or the
+held-out rows have changed, it prints a line and goes on. A digest depends on the content alone, so
+a copied file is the same file."""
 
 import contextlib
 import hashlib
@@ -23,9 +24,9 @@ from common.model.hub import checkpoints_in, local_folder
 from common.model.loading import files_of, named_errors
 from common.text.columns import OUR_COLUMNS
 
-BLOCK = 2**16  # bytes that are read at once of a large file
+BLOCK = 2**16  # bytes of each block that is read of a large file
 BLOCKS = 256  # number of these blocks
-# These files too decide what a model computes.
+# Besides the weights, these files decide what a model computes.
 DECIDING_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "adapter_config.json",
@@ -35,8 +36,8 @@ Digests = dict[str, dict[str, str]]  # flag or kind of rows -> file -> digest
 
 
 def fixed_inputs(args: BaseArgs, rows: Sequence[dict]) -> Digests:
-    """Return the digests of what must not change during a run: rows to train on, models, and the
-    chat template."""
+    """Return the digests of what must stay the same during a run: the rows to train on, the models,
+    and the chat template."""
     found = {args.dataset_flag: digests_of_rows(rows, _made(args))} if rows else {}
     for flag, name in _models(args):
         with named_errors(f"{flag} {name}"):
@@ -47,14 +48,14 @@ def fixed_inputs(args: BaseArgs, rows: Sequence[dict]) -> Digests:
 
 
 def other_inputs(args: BaseArgs, rows: Sequence[dict], held_out: Sequence[dict]) -> Digests:
-    """Return the digests of what may change between two starts of a run: the user's code, and
-    held-out rows."""
+    """Return the digests of what may differ when a run is resumed: the user's code, held-out
+    rows."""
     found = {"held-out rows": digests_of_rows(held_out, _made(args))} if held_out else {}
     return found | {f"{flag} {spec}": _of_files(files) for flag, spec, files in _code(args, rows)}
 
 
 def changed(then: Digests, now: Digests) -> Iterator[tuple[str, str]]:
-    """Yield (flag, file) for each input that both have and that differs."""
+    """Yield (flag, first file that differs) for each input that is in both and has changed."""
     for flag in [each for each in then if each in now]:
         for name in sorted({*then[flag], *now[flag]}):
             if then[flag].get(name) != now[flag].get(name):
@@ -66,8 +67,8 @@ def changed(then: Digests, now: Digests) -> Iterator[tuple[str, str]]:
 
 
 def _models(args: BaseArgs) -> Iterator[tuple[str, str]]:
-    """Yield flag and name of each model that the run reads. Checkpoints of a folder, which eval.py
-    takes, are a model each."""
+    """Yield the flag and the name of each model that the run reads. eval.py takes a folder of
+    checkpoints: each of them counts as a model."""
     for flag, values, _ in marked(args, NAMES_MODELS):
         names: Iterable[str] = values
         if flag == "model":
@@ -81,7 +82,7 @@ def _models(args: BaseArgs) -> Iterator[tuple[str, str]]:
 
 
 def model_files(name: str) -> list[Path]:
-    """Return the files of a model that a run reads; none for a built-in model."""
+    """Return the files of a model that a run reads. The built-in model has none."""
     folder = local_folder(name)
     if folder is None:
         return []
@@ -104,13 +105,14 @@ def _code(args: BaseArgs, rows: Sequence[dict]) -> Iterator[tuple[str, str, list
 
 
 def _made(args: BaseArgs) -> list[str]:
-    """Return the columns that the user's code fills. If only these change, the row has not."""
+    """Return the columns that the user's code fills. A change of only these is no change of the
+    row."""
     return [mark.makes for _, _, mark in marked(args, NamesCode) if mark.makes]
 
 
 def digests_of_rows(rows: Iterable[dict], made: Sequence[str] = ()) -> dict[str, str]:
-    """Return, for each file or table, how many rows it has and a digest of them. Columns that we
-    add or that the user's code `made` do not count; an image counts by its content, not by its
+    """Return, for each data file or table, the number of its rows and their digest. Columns that
+    onefile adds, or the user's code `made`, do not count, and of an image its content, not its
     path."""
     left_out = {*OUR_COLUMNS, *made}
     counts: dict[str, int] = {}
@@ -137,8 +139,8 @@ def _of_files(files: Iterable[Path]) -> dict[str, str]:
 
 
 def digest_of_file(path: Path, blocks: int = BLOCKS) -> str:
-    """Return the size of a file and a digest of its bytes: of all of them, or in a file of more
-    than `blocks` blocks of that many, evenly spread from its first byte to its last."""
+    """Return a file's size and a digest of its bytes. A file of more than `blocks` blocks is
+    sampled: that many blocks are read, evenly spread from its start to its end."""
     size = path.stat().st_size
     starts = [0]
     if size > blocks * BLOCK:

@@ -1,10 +1,10 @@
-"""AdamW, its learning rate as a function of the step, and the optimizer step, the only place that
-changes weights.
+"""AdamW, the learning rate of each step, and `optimizer_step`. Nothing else changes trained
+weights.
 
-With `--dtype float16` small gradients would be rounded to 0. Therefore the model multiplies the
-gradient of its outputs by a loss scale, a power of two (arXiv:1710.03740), and the optimizer step
-divides the float32 gradients by it. It is halved after an overflow, and doubled after `GROW_AFTER`
-steps without one."""
+With `--dtype float16` small gradients would be rounded to 0. The model therefore multiplies the
+gradient of its outputs by a loss scale, a power of two (arXiv:1710.03740), and `optimizer_step`
+divides the float32 gradients by it. The scale is halved when a gradient overflows, and doubled
+after `GROW_AFTER` steps without an overflow."""
 
 import math
 
@@ -22,9 +22,9 @@ GROW_AFTER = 2000  # steps
 
 
 def adamw(model: nn.Module, args: OptimArgs) -> torch.optim.AdamW:
-    """Return AdamW (arXiv:1711.05101) over the sharded float32 master weights, with weight decay on
-    matrices only. The moments are on the device that `--offload` determines."""
-    if model.compute_dtype == torch.float16:  # a buffer of the model is saved in checkpoints
+    """Return AdamW (arXiv:1711.05101) for the sharded float32 master weights. Only matrices have
+    weight decay. `--offload optimizer` keeps the moments on the CPU."""
+    if model.compute_dtype == torch.float16:  # as a buffer of the model it is saved in checkpoints
         state = [FIRST_SCALE, 0.0, 0.0]  # the scale, steps since it changed, and skipped steps
         model.loss_scale = torch.tensor(state, device=model.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -35,7 +35,7 @@ def adamw(model: nn.Module, args: OptimArgs) -> torch.optim.AdamW:
     on_host = args.offload == "optimizer"
     kind = HostAdamW if on_host else torch.optim.AdamW
     optimizer = kind(groups, lr=args.lr, betas=(BETA1, args.adam_beta2), fused=True)
-    # Its states are allocated now: an engine beside the trainer takes what remains free.
+    # Allocate the moments now: an engine on the same GPU will take all memory that is free.
     for parameter in parameters:
         home = dict(device=parameter.device)
         if on_host:
@@ -46,8 +46,9 @@ def adamw(model: nn.Module, args: OptimArgs) -> torch.optim.AdamW:
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW with moments on the host, copied to the parameter's device one parameter at a time
-    during the step. The host waits once, at the end: then a checkpoint may read them."""
+    """AdamW that keeps its moments on the CPU. A step copies the moments of one parameter after
+    another to the parameter's device, updates them there, and copies them back. It waits for the
+    copies once, at the end, so that a checkpoint can read the moments."""
 
     @torch.no_grad()
     def step(self) -> None:
@@ -71,8 +72,9 @@ class HostAdamW(torch.optim.AdamW):
 
 
 def learning_rate(step: int, total_steps: int, args: OptimArgs) -> float:
-    """Return the learning rate of the update after `step` finished ones: linear warmup from 0, then
-    `--lr_schedule`, which reaches 0 after the last update. It has no state to save."""
+    """Return the learning rate of the update that follows `step` finished ones: a linear warmup
+    from 0, then `--lr_schedule`, which would reach 0 right after the last update. It depends on the
+    step alone, so a checkpoint need not save it."""
     if step < args.warmup_steps:
         return args.lr * (step + 1) / args.warmup_steps
     if args.lr_schedule == "constant":
@@ -85,13 +87,13 @@ def learning_rate(step: int, total_steps: int, args: OptimArgs) -> float:
 def optimizer_step(
     model: nn.Module, optimizer: Optimizer, lr: float, max_grad_norm: float, loss: Tensor
 ) -> float:
-    """Clip the gradients, update the weights and clear the gradients. Return the global gradient
-    norm before clipping. Collective.
+    """Clip the gradients, update the weights and clear the gradients. Return the gradient norm over
+    all ranks before clipping. Collective.
 
-    `loss` is this rank's share of the loss, summed over the micro-batches. Raises `RunError` before
-    any change if the loss or the gradient is not finite, or if the last micro-batch of the
-    minibatch was not the last one to run. In float16 a gradient that is not finite changes the loss
-    scale alone."""
+    `loss` is this rank's share of the loss, summed over its micro-batches. Raises `RunError`,
+    before any weight changes, if the loss or the gradient is not finite, or if the last micro-batch
+    of the minibatch did not run last. In float16 gradients may overflow now and then: such a step
+    is skipped and halves the loss scale."""
     if not getattr(model, "is_averaged", True):
         raise distributed.RunError("run the micro-batches of a minibatch in order, and all of them")
     total = distributed.all_sum(loss)
@@ -101,7 +103,7 @@ def optimizer_step(
             if parameter.grad is not None:
                 parameter.grad /= scale
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).full_tensor()
-    total_loss, grad_norm = torch.stack([total, norm.to(total)]).tolist()  # waits once for the GPU
+    total_loss, grad_norm = torch.stack([total, norm.to(total)]).tolist()  # one wait for the GPU
     if model.loss_scale is not None and math.isfinite(total_loss):
         change_scale(model.loss_scale, math.isfinite(grad_norm))
         if not math.isfinite(grad_norm):
@@ -121,7 +123,6 @@ def optimizer_step(
 
 
 def change_scale(state: Tensor, is_finite: bool) -> None:
-    """Change the loss scale after a step. Raises `RunError` if none is small enough."""
     scale, steps, skipped = state.tolist()
     if not is_finite:
         scale, steps, skipped = scale / 2, 0.0, skipped + 1

@@ -1,4 +1,5 @@
-"""The length of a run, its description on the console, its main metrics, and the dry run."""
+"""What a script prints before its first step: the length of the run, its data and its settings.
+Also the metrics that most scripts show, and the door to `--dry_run`."""
 
 import math
 from collections import Counter
@@ -11,9 +12,9 @@ from common.config.groups import TrainArgs
 from common.packs.sample import without_shared_ids
 from common.parallel import distributed
 
-COST_ROWS = 256  # the line about costs is about this many first rows
+COST_ROWS = 256  # `cost_of_rewriting` counts the tokens of this many rows, the first ones
 
-# Scripts that sample from the policy show SHOW on the console, and draw CURVES.
+# Scripts that sample from the policy print the metrics SHOW and draw the metrics CURVES.
 SHOW = ("reward", "kl", "eval/solved", "completions/mean_length", "time/step")
 CURVES = (
     "reward", "rewards/*/mean", "eval/solved", "kl", "entropy", "completions/mean_length",
@@ -24,12 +25,13 @@ CURVES = (
 def num_steps(args: TrainArgs, data: Sized) -> int:
     """Return the number of steps of the run: `--max_steps`, or as many as `--epochs` passes over
     the data take."""
-    epochs = Fraction(str(args.epochs))  # 1.1 times 100 is 110; with floats it is more
+    epochs = Fraction(str(args.epochs))  # 1.1 times 100 is 110, but in floats it is more
     return args.max_steps or math.ceil(epochs * len(data) / args.rows_per_step)
 
 
 def cautions_about_data(args: TrainArgs, data: Sized) -> list[str]:
-    """Return lines if held-out data is not read, and if a step draws rows more than once."""
+    """Return a warning if `--eval_dataset` is given but never evaluated, and one if a step is
+    larger than the data, so that it draws rows more than once."""
     unread = args.eval_dataset is not None and not args.eval_every
     lines = ["warning: --eval_dataset is not read: --eval_every is 0"] if unread else []
     size = args.rows_per_step
@@ -49,7 +51,8 @@ def length_of_run(args: TrainArgs, data: Sized) -> str:
 def describe_data(
     args: TrainArgs, data, held_out: Sized, counts: Counter, eval_counts: Counter
 ) -> list[str]:
-    """Return lines about dropped or changed rows, the data and the length of a run."""
+    """Return the lines that a script without sampling prints about its data: how many rows were
+    dropped or changed and why, how many are left, and the length of the run."""
     lines = [f"{count} training rows {reason}" for reason, count in counts.items()]
     lines += [f"{count} held-out rows {reason}" for reason, count in eval_counts.items()]
     num_rows = len(data) if isinstance(data, Sized) else "a stream of"
@@ -58,9 +61,9 @@ def describe_data(
 
 
 def cost_of_rewriting(policy, samples) -> list[str]:
-    """Return a line about tokens that are computed several times: the chat template rewrites
-    earlier turns, so that rows are several sequences, and `policy` does not share their
-    prefixes."""
+    """Return a line about wasted work, or none. If the chat template rewrites earlier turns, a
+    conversation becomes several sequences that begin alike. Unless `policy` shares such prefixes,
+    it computes these tokens again for each sequence."""
     if policy.share_prefix or not isinstance(samples, Sized):
         return []
     groups = samples[:COST_ROWS]
@@ -77,8 +80,8 @@ def cost_of_rewriting(policy, samples) -> list[str]:
 def describe_rollouts(
     args: TrainArgs, prompts: Sized, held_out: Sized, sampler, preset: str | None = None
 ) -> list[str]:
-    """Return lines about the data, the length, the engine and the updates of a run with flags for
-    sampling, and about its preset."""
+    """Return the lines that a script with sampling prints about its run: data, length, engine, how
+    far off-policy it trains, rewards, and its preset."""
     updates = args.updates_per_rollout
     mode = [f"{updates} updates per rollout"] if updates > 1 else []
     if sampler is not None and args.rollout_ranks and args.max_staleness:
@@ -99,8 +102,8 @@ def describe_rollouts(
 
 
 def dry_run(args: TrainArgs, *inputs, **models) -> None:
-    """Check the data and ten rewards, and print the first row and the plan of memory and time.
-    extras/plan/plan.py describes the arguments."""
+    """Do what `--dry_run` promises instead of training: check the data, compute ten rewards, print
+    the first row, and plan memory and time. extras/plan/plan.py describes the arguments."""
     with extra("plan", "--dry_run"):
         from extras.plan.plan import dry_run
     dry_run(args, *inputs, **models)

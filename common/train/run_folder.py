@@ -1,5 +1,7 @@
-"""The output folder of a run: one run at a time, with one set of flags and inputs. Nothing is
-deleted: a run that starts over moves the earlier one aside."""
+"""The output folder of a run. It belongs to one run at a time, with one set of flags and inputs, so
+that a resumed run continues what it began. Scripts call `prepare_output_dir` before they load
+anything, and `begin_run` when flags and data are known to be good. Nothing is deleted: a run that
+starts over moves the earlier one aside."""
 
 import fcntl
 import glob
@@ -27,18 +29,19 @@ EXPORTS = ("hf", "best", "adapter", "best_adapter")  # a new export replaces the
 RESUMABLE = ("completions.jsonl", "step_*/completions.jsonl")  # eval.py resumes from these
 SAMPLES = "samples.jsonl"
 INPUTS = "inputs.json"  # digests of what the run read when it began
-COMPUTED = ("max_length",)  # a resumed run keeps these defaults, which were computed
+COMPUTED = ("max_length",)  # defaults that a start computes; a resumed run keeps their values
 
 
 def prepare_output_dir(
     args: BaseArgs, dry_run: bool | str = False, replaces: Sequence[str] = (*EXPORTS, SAMPLES)
 ) -> dict[str, Any]:
-    """Lock `--output_dir` and check it, before any slow work; `begin_run` then writes. Return the
-    flags of the run that will be resumed, {} for a new one. `replaces`: files and folders that the
-    run writes anew, which a folder without a run must not have. Collective. A `dry_run` only warns.
+    """Lock `--output_dir` and check that this run may use it, before any slow work. Return the
+    flags of the run that will be resumed, or {} for a new one. A folder without a run may not
+    contain any of `replaces`, the files and folders that this run will write: they would be lost. A
+    `dry_run` takes no lock and only warns. Collective.
 
-    Raises `ValueError` if the folder is not shared by all machines, has a run with other flags or
-    files that the run would replace or, with `--resume must`, has no run."""
+    Raises `ValueError` if some machine does not see the folder, if it has a run with other flags or
+    a file that the run would replace, or if there is nothing to resume for `--resume must`."""
     folder = Path(args.output_dir)
     problem = distributed.from_main(
         _conflict(folder, args, replaces) if distributed.is_main() else None
@@ -50,7 +53,7 @@ def prepare_output_dir(
         return _earlier_flags(folder, args)
     if problem:
         raise ValueError(problem)
-    # The name is new, because network file systems remember that a file was absent.
+    # A new random name, because network file systems remember for a while that a file was absent.
     mark = folder / distributed.from_main(f"{secrets.token_hex(8)}.tmp")
     if distributed.is_main():
         _lock(folder)
@@ -71,19 +74,18 @@ def begin_run(
     keeps_rewards: bool = False,
 ) -> None:  # fmt: skip
     """Write args.yaml and inputs.json, once flags and data are known to be good. With `--resume
-    never` move an earlier run aside first. `rows` are trained on, or evaluated. With
-    `keeps_rewards` (eval.py) stored completions keep the rewards they have, and a changed reward is
-    only reported. Collective.
+    never` first move an earlier run aside. `rows` are the rows to train on, or to evaluate. With
+    `keeps_rewards` (eval.py) stored completions keep the rewards they have, so a changed reward
+    function is only reported. Collective.
 
-    Raises `ValueError` if rows, models or the chat template are not as they were when the run
-    began."""
+    Raises `ValueError` if rows, models or the chat template have changed since the run began."""
     folder = Path(args.output_dir)
     if distributed.is_main():
         inputs = dict(fixed=fixed_inputs(args, rows), others=other_inputs(args, rows, held_out))
         if _has_begun(folder) and args.resume != "never":
             inputs = _compare(folder, inputs, args, keeps_rewards)
         if _has_begun(folder) and args.resume == "never":
-            folder = folder.resolve()  # a link stays, and what it names is moved
+            folder = folder.resolve()  # of a link, move the folder that it points to
             names = (folder.with_name(f"{folder.name}.old-{n}") for n in count(1))
             aside = next(name for name in names if not name.exists())
             folder.rename(aside)
@@ -108,12 +110,12 @@ def begin_run(
 
 # ---- one run at a time ----
 
-_locked: TextIO | None = None  # this process holds its lock
+_locked: TextIO | None = None  # the lock file of this process, kept open to hold the lock
 
 
 def _lock(folder: Path) -> None:
-    """Lock the folder until `unlock` or the end of this process. Raises `ValueError`, which says
-    who else has locked it."""
+    """Lock the folder until `unlock` is called or this process ends. Raises `ValueError` naming the
+    process that has locked it already."""
     global _locked
     unlock()
     try:
@@ -136,7 +138,7 @@ def _lock(folder: Path) -> None:
 
 
 def unlock() -> None:
-    """Let another run use the folder."""
+    """Release the lock, so that another run may use the folder."""
     if _locked is not None:
         _locked.close()
 
@@ -145,7 +147,7 @@ def unlock() -> None:
 
 
 def _has_begun(folder: Path) -> bool:
-    """Return whether the folder has anything of a run but its flags."""
+    """Return whether a run has written more here than flags: metrics, completions, checkpoints."""
     return bool(_can_resume(folder) or (folder / "metrics.jsonl").is_file())
 
 
@@ -155,8 +157,7 @@ def _can_resume(folder: Path) -> bool:
 
 
 def _conflict(folder: Path, args: BaseArgs, replaces: Sequence[str]) -> str | None:
-    """Return why the run in the folder cannot continue with these flags, if there is a reason.
-    Reads only."""
+    """Return why this run must not use the folder, or None if it may. Only reads."""
     if args.resume == "must" and not _can_resume(folder):
         return f"--resume must: {folder} has no checkpoint; use --resume auto"
     label = f"--output_dir {folder}"
@@ -193,8 +194,8 @@ def _conflict(folder: Path, args: BaseArgs, replaces: Sequence[str]) -> str | No
 
 
 def _inputs(args: BaseArgs) -> Iterator[tuple[str, Path]]:
-    """Yield what this run reads: the files and folders that flags name, also by a pattern, in
-    `name=FILE` and in `FILE.py:function`."""
+    """Yield (label, path) of everything that this run reads: the files and folders named by a flag,
+    whether as a path, as a pattern, in `name=FILE` or in `FILE.py:function`."""
     yield "the working folder", Path()
     for flag, value in flags_of(args).items():
         texts = value if isinstance(value, list) else [value]
@@ -205,7 +206,8 @@ def _inputs(args: BaseArgs) -> Iterator[tuple[str, Path]]:
 
 
 def _earlier_flags(folder: Path, args: BaseArgs) -> dict[str, Any]:
-    """Return the flags of the run to resume, {} for a new one."""
+    """Return the flags of the run to resume, {} for a new one. Flags newer than it have
+    defaults."""
     file = folder / "args.yaml"
     if args.resume == "never" or not _has_begun(folder) or not file.is_file():
         return {}
@@ -214,16 +216,16 @@ def _earlier_flags(folder: Path, args: BaseArgs) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, TypeError) as error:
         problem = "is damaged; delete it to resume with the flags given now"
         raise ValueError(f"{file} {problem}") from error
-    return flags_of(type(args)()) | earlier  # flags that are newer than the run had their defaults
+    return flags_of(type(args)()) | earlier  # newer flags had their defaults
 
 
 # ---- one set of inputs ----
 
 
 def _compare(folder: Path, now: dict, args: DataArgs, keeps_rewards: bool) -> dict:
-    """Return the digests with which the run in the folder began, and those of inputs that are new.
-    Print which code and held-out rows have changed. Raises `ValueError` for other training rows,
-    models or chat templates."""
+    """Return the digests that inputs.json will have: those of the run's first start, and those of
+    inputs that are new. Print which code and held-out rows have changed since then. Raises
+    `ValueError` if training rows, models or chat templates have."""
     file = folder / INPUTS
     if not file.is_file():  # an earlier version of onefile began it
         return now
