@@ -1,1 +1,1 @@
-"""Reward functions, reward models, and their weighted sum."""
+"""Reward functions and reward models, and the weighted sum of them that a run trains on."""

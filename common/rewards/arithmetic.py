@@ -1,11 +1,12 @@
-"""The exact value of an expression of whole numbers, without `eval` of the model's text."""
+"""The exact value of an arithmetic expression. A model wrote the text, so nothing here calls
+`eval`."""
 
 import ast
 import operator
 import re
 from fractions import Fraction
 
-# characters; bounds the parser's and our own recursion, and the size of the numbers
+# in characters: bounds the depth of the recursion and the size of the numbers
 MAX_EXPRESSION = 200
 OPERATORS = {
     ast.Add: operator.add,
@@ -16,11 +17,12 @@ OPERATORS = {
 
 
 def arithmetic(expression: str) -> tuple[Fraction | None, list[int]]:
-    """Return the exact value of an expression, and the numbers in it. The value is None for a
-    division by zero, and for anything but whole numbers, parentheses and binary + - * /."""
+    """Return the exact value of an expression and the numbers in it. Only whole numbers,
+    parentheses and binary + - * / are allowed. The value is None for anything else, and for a
+    division by zero."""
     expression = expression.translate(str.maketrans("×÷−", "*/-"))
-    # With these characters alone there are no names, floats, comments or line breaks, and the
-    # parser cannot warn.
+    # These characters cannot form names, floats, comments or line breaks, and the parser has
+    # nothing to warn about.
     if len(expression) > MAX_EXPRESSION or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
         return None, []
     try:

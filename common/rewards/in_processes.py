@@ -1,5 +1,5 @@
-"""Rewards that run in processes: `math`, and the functions of a user's file, with the forms that
-their parameters and results may have."""
+"""Rewards that run in processes of their own (common/workers): `math`, and functions from a user's
+file. `reward_form` reads from a function's parameters how it wants to be called."""
 
 import asyncio
 import inspect
@@ -17,19 +17,20 @@ MATH = "common.rewards.math_reward:math"
 
 
 def load_function(name: str) -> Reward:
-    """Return `path/to/file.py:function`. Raises `ValueError` if it cannot be a reward."""
+    """Import and return `path/to/file.py:function`. Raises `ValueError` if it is no reward."""
     function = load_callable("--reward", name)
     reward_form(name, function)
     columns = getattr(function, "columns", ())
-    if not isinstance(columns, list | tuple):  # a text would be read letter by letter
+    if not isinstance(columns, list | tuple):  # a string would be read as a list of letters
         problem = f"its attribute columns is {columns!r:.80}; write a tuple of names"
         raise ValueError(f"--reward {name}: {problem}")
     return function
 
 
-# Names of the second parameter, which gets the row. One letter and a name with _ will do too.
+# Accepted names of the second parameter, which gets the row. A single letter, or a name that begins
+# with _, is accepted too.
 ROW_NAMES = set("row example ex sample item record entry instance datum data doc line".split())
-# Names of other tools, and of lists, that promise something else than a reward's parameters get.
+# Refused names, which promise something else: parameters of other libraries, and plurals.
 NO_COMPLETION = set("prompt prompts query queries data_source".split())
 LISTS = set("texts responses outputs answers generations predictions solutions samples".split())
 NEVER_FILLED = set(
@@ -40,13 +41,14 @@ SIGNATURES = "(completion, row) or (completions, row), and may take ids as a thi
 
 
 def reward_form(name: str, function: Callable, columns: Iterable[str] = ()) -> tuple[bool, bool]:
-    """Return `(of_group, with_ids)`: how the parameters of a reward ask to be called.
+    """Return `(of_group, with_ids)`: whether a reward is called once for all completions of a
+    prompt, and whether it takes token ids.
 
-    The usual form is `(completion, row)`. A first parameter named `completions` gets the texts of
-    all completions of a prompt, a third one named `ids` the sampled token ids of the completion, or
-    a list of them. Raises `ValueError` for a name that promises something else, such as one of
-    `columns` or `ground_truth`: it would get the whole row; and for further parameters without a
-    default."""
+    The usual form is `(completion, row)`. If the first parameter is named `completions`, it gets
+    the texts of all completions of a prompt. A third parameter named `ids` gets the sampled token
+    ids, of the completion or as one list each. Raises `ValueError` for further parameters without a
+    default, and for names that promise something else: a parameter called `ground_truth`, or like
+    one of the data's `columns`, would silently get the whole row."""
     try:
         if inspect.isclass(function):
             raise TypeError("it is a class; name a function, or an object that can be called")
@@ -63,7 +65,7 @@ def reward_form(name: str, function: Callable, columns: Iterable[str] = ()) -> t
 
 
 def require_known_names(signature: inspect.Signature, columns: set[str]) -> None:
-    """Raise `TypeError` for a parameter whose name promises something that it does not get."""
+    """Raise `TypeError` for a parameter that would not get what its name promises."""
     for place, name in enumerate(signature.parameters):
         if PLACES.get(name, place) != place:
             raise TypeError(f"{name!r} stands elsewhere")
@@ -87,9 +89,9 @@ def require_known_names(signature: inspect.Signature, columns: set[str]) -> None
 
 
 def of_math(args: ScoringArgs, thoughts: Thoughts) -> Callable[[Group], Awaitable]:
-    """Return the scorer of `math`. An answer that exceeds the time or memory limit is wrong; as an
-    error it would go unpunished. A gold answer that cannot be parsed is an error, and so is a
-    process that cannot start."""
+    """Return the scorer of `math`. An answer that takes too much time or memory scores 0: as an
+    error it would be left out of training, and so go unpunished. A gold answer that cannot be
+    parsed is an error, and so is a process that cannot start."""
     pool = Pool(MATH, args.reward_workers, args.reward_timeout, shared=True)
 
     async def score_one(sample) -> Result:
@@ -108,9 +110,9 @@ def of_math(args: ScoringArgs, thoughts: Thoughts) -> Callable[[Group], Awaitabl
 def of_user(
     name: str, function: Callable, columns: list[str], args: ScoringArgs
 ) -> Callable[[Group], Awaitable]:
-    """Return the scorer of a user's function, which reads all text of a completion or, if it takes
-    `completions`, of a group. A call for a group has the time limit of each completion times their
-    number."""
+    """Return the scorer of a user's function. It gets the whole text of a completion, with the
+    thoughts; if its first parameter is `completions`, it gets all texts of a group in one call.
+    Such a call may take as long as one call for each completion could."""
     of_group, with_ids = reward_form(name, function, columns)
     is_async = inspect.iscoroutinefunction(function)
     pool = Pool(name, args.reward_workers, args.reward_timeout, is_async=is_async)
@@ -136,8 +138,9 @@ def of_user(
 
 
 def values_of_group(values: object) -> list | tuple | None:
-    """Return the values of a group, one for each completion: a list, an array, a tensor, or a dict
-    of lists, `{"rewards": [...], "words": [...]}`. None for anything else."""
+    """Return what a function of `completions` returned as one value per completion, or None if it
+    has no such form: a list, an array, a tensor, or a dict of lists, `{"rewards": [...], "words":
+    [...]}`."""
     if isinstance(values, dict):
         lists = {key.removesuffix("s") if key in ("scores", "rewards") else key: values_of_group(x)
                  for key, x in values.items()}  # fmt: skip

@@ -1,9 +1,9 @@
-"""The names of `--reward`: the functions behind them, the rows that they can use, and how each is
-computed for the completions of a prompt.
+"""What each name of `--reward` stands for: a function, the rows that it can score, and a scorer,
+which computes it for the completions of a prompt. `Rewards` (total.py) runs the scorers.
 
-A scorer computes a reward of one prompt in the event loop of `Rewards`, while others wait: it calls
-built-in functions there, `math` and a user's functions in processes. A built-in function may have a
-`make_scorer` of its own."""
+They share its event loop. Built-in functions are fast and run in this loop; `math` and a user's
+functions are awaited from processes (in_processes.py). A function may bring a scorer of its own, as
+its attribute `make_scorer`."""
 
 from collections.abc import Awaitable, Callable, Iterable
 
@@ -24,7 +24,7 @@ OTHERS = dict(
     ifeval="extras.graders.ifeval:ifeval",
     code="extras.code.scorer:passes",
     code_fraction="extras.code.scorer:fraction",
-)  # a module is imported when its function is named
+)  # each module is imported when --reward or a row names its function
 BUILT_IN = (*REWARDS, *OTHERS)
 FORMS = ("by_row", "environment", "path/to/file.py:function", *(f"{k}PATH" for k in MODEL_KINDS))
 
@@ -46,14 +46,14 @@ def load_reward(name: str) -> Reward:
 
 
 def load_judges(flag: str):
-    """Return the module of rewards that ask a chat model."""
+    """Return the module of rewards that ask a chat model (extras/judges)."""
     with extra("judges", flag):
         from extras.judges import judges
     return judges
 
 
 def reward_of_row(row: dict) -> str:
-    """Return the reward in the column `reward`. Raises `ValueError` unless it is built in."""
+    """Return the row's column `reward`. Raises `ValueError` unless it names a built-in reward."""
     name = row.get("reward")
     if isinstance(name, str) and name in BUILT_IN:
         return name
@@ -62,7 +62,8 @@ def reward_of_row(row: dict) -> str:
 
 
 def require_usable_row(name: str, function: Reward, row: dict) -> None:
-    """Raise `ValueError` naming the row if it lacks a column, or the function refuses it."""
+    """Raise `ValueError` naming the row if it lacks a column that the reward reads, or if the
+    reward's own `check` refuses it."""
     source = row.get("_source")
     for column in getattr(function, "columns", ()):
         if row.get(column) is None:
@@ -72,15 +73,14 @@ def require_usable_row(name: str, function: Reward, row: dict) -> None:
     try:
         if hasattr(function, "check"):
             function.check(row)
-    except BaseException as error:  # it may be a user's, which may raise anything
+    except BaseException as error:  # a user's check may raise anything
         problem = distributed.first_line(error).removeprefix(f"{source}: ")
         raise ValueError(f"{source}: {problem} (--reward {name})") from error
 
 
 def row_check(args: ScoringArgs) -> Callable[[dict], None]:
     """Return a function that raises `ValueError` for a row that one of `--reward` cannot use.
-
-    Raises `ValueError` for a name that is unknown."""
+    Raises `ValueError` at once for an unknown name."""
     functions = {
         name: load_reward(name)
         for name in args.reward
@@ -101,8 +101,8 @@ def row_check(args: ScoringArgs) -> Callable[[dict], None]:
 
 
 def columns_of_rewards(args: ScoringArgs, rows: Iterable[dict]) -> tuple[set[str], bool]:
-    """Return the columns that rewards read, and whether these are all: a function without the
-    attribute `columns` may read any."""
+    """Return the columns that rewards read, and whether the list is complete: a user's function
+    without the attribute `columns` may read any column."""
     names = set(args.reward)
     columns: set[str] = set()
     if "by_row" in names:
@@ -124,13 +124,12 @@ def columns_of_rewards(args: ScoringArgs, rows: Iterable[dict]) -> tuple[set[str
 # ---- how they are computed ----
 
 
-# Returns a result for each completion of a prompt, whose value is not checked yet.
+# Returns one result per completion of a prompt. `Rewards` checks the values.
 Scorer = Callable[[Group], Awaitable[list[Result]]]
 
 
 def make_scorer(name: str, columns: list[str], args: ScoringArgs, thoughts: Thoughts) -> Scorer:
-    """Return the scorer of a reward that is not a model. Raises `ValueError` for an unknown
-    name."""
+    """Return the scorer of a reward that is no model. Raises `ValueError` for an unknown name."""
     if name == "environment":
         return of_environment
     function = load_reward(name)
@@ -152,5 +151,5 @@ def make_scorer(name: str, columns: list[str], args: ScoringArgs, thoughts: Thou
 
 
 async def of_environment(group: Group) -> list[Result]:
-    """Return the sum of the rewards of all turns. `Rewards` counts the errors of episodes."""
+    """Return the sum of the rewards that the environment gave in all turns."""
     return [Result(sum(reward for _, reward in sample.turn_rewards)) for sample in group]

@@ -1,6 +1,6 @@
-"""Rewards that are models, which all ranks compute together: reward models, `--reward model:PATH`,
-any sequence classifier with one label, with its own tokenizer and template; and judges by their
-names."""
+"""Rewards that are models: `--reward model:PATH`, any sequence classifier with one label; and the
+judges (extras/judges), which `load_model` also loads. A model is sharded over the ranks, so all
+ranks call it together."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -28,9 +28,9 @@ def load_model(
     flag: str, name: str, args: SamplingArgs, rows: list[dict], tokenizer,
     device: torch.device | None,
 ) -> Callable[[list[Group]], list[Result]] | None:  # fmt: skip
-    """Return the reward model `model:PATH`, or the judge `judge:PATH` or `rank:PATH`. Without a
-    device only check the flags, and return None. Collective. Raises `ValueError` as `RewardModel`
-    and `Judge` do."""
+    """Load the model of `--reward`: the reward model `model:PATH`, or the judge `judge:PATH` or
+    `rank:PATH`. Without a device only check the flags and return None. Collective. Raises
+    `ValueError` as `RewardModel` and `Judge` do."""
     kind = name.partition(":")[0] if name.startswith(MODEL_KINDS) else "model"
     folder = resolve_model(path_of(name), flag, weights=device is not None)
     if kind == "model":
@@ -41,25 +41,25 @@ def load_model(
 
 
 def path_of(name: str | None) -> str | None:
-    """Return the name of a reward model or a judge without its kind."""
+    """Return the path of a reward model or judge, which `model:`, `judge:` or `rank:` may
+    precede."""
     return name.partition(":")[2] if name and name.startswith(MODEL_KINDS) else name
 
 
 class RewardModel:
-    """A frozen reward model, sharded over the ranks. Call it with groups of samples; it is
-    collective.
+    """A frozen reward model, sharded over the ranks. Call it with groups of samples. Collective.
 
-    A model with the policy's vocabulary and chat template reads the policy's token ids. Another one
-    reads the text in the tokens of its own tokenizer: the prompt's messages and the completion in
-    its own chat template, or a plain prompt and the completion. The reward is its output at the
-    last token or, if rm.py trained it, at the end of the turn."""
+    If it has the policy's vocabulary and chat template, it reads the policy's token ids. Otherwise
+    the text is tokenised again: the prompt's messages and the completion in the chat template of
+    the reward model, or a plain prompt and the completion. The reward is its output at the last
+    token, or at the end of the turn if rm.py trained it."""
 
     def __init__(
         self, flag: str, path: str, args: SamplingArgs, rows: list[dict], policy_tokenizer,
         device: torch.device,
     ):  # fmt: skip
-        """Load the model. Raises `ValueError` naming `flag` if it is no reward model, or has
-        another tokenizer than the policy and cannot read these rows."""
+        """Load the model. Raises `ValueError` naming `flag` if it is no reward model, or if it
+        cannot read these rows because its tokenizer differs from the policy's."""
         self.flag = f"{flag} {path}"
         self.args = args
         self.device = device
@@ -69,8 +69,8 @@ class RewardModel:
             self.tokenizer.get_vocab() == policy_tokenizer.get_vocab()
             and self.tokenizer.chat_template == policy_tokenizer.chat_template
         )
-        # A completion that ends at a stop string has the string in its tokens, and no EOS. Its text
-        # has neither; episodes have no text.
+        # After a stop string the token ids have the string and no EOS; the text has neither, so it
+        # is read instead. Episodes have no text.
         self.reads_stopped_text = bool(args.stop) and not args.has_turns
         self.ends = eos_token_ids(path, self.tokenizer)
         if self.reads_stopped_text or not self.reads_policy_ids:
@@ -94,8 +94,8 @@ class RewardModel:
         self._ids(Completion([], [], text="?", row=rows[0]))  # the template may refuse the prompt
 
     def __call__(self, groups: list[Group]) -> list[Result]:
-        """Return a number for each sample, or an error: it is too long, or the template refuses
-        it."""
+        """Return a number for each sample. A sample that is too long, or that the chat template
+        refuses, gets an error instead."""
         ids_or_errors = [[self._ids_or_error(sample) for sample in group] for group in groups]
         usable = [[ids for ids in group if isinstance(ids, list)] for group in ids_or_errors]
         numbers = iter(score(self.model, usable, self.args.pack_tokens))
@@ -119,10 +119,8 @@ class RewardModel:
         return ids
 
     def _ids(self, sample: Completion) -> list[int]:
-        """Return the conversation in this model's tokens. A truncated plain completion has no EOS
-        here either.
-
-        Raises `ValueError` if the chat template refuses it."""
+        """Return prompt and completion in the tokens of this model. A plain completion that was cut
+        at the length limit gets no EOS. Raises `ValueError` if the chat template refuses it."""
         prompt = self.encoder.as_asked(sample.row, self.column)
         if isinstance(prompt, str):
             end = self.tokenizer.eos_token_id
