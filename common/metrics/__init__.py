@@ -1,1 +1,1 @@
-"""Metrics: means over micro-batches and ranks; JSONL, curves, trackers."""
+"""Metrics: means over micro-batches and ranks, metrics.jsonl, curves, and reading other runs."""

@@ -1,5 +1,5 @@
-"""Metrics and samples of each step, which rank 0 writes to the run's folder, the console and the
-trackers of `--log_to`."""
+"""The log of a run: rank 0 writes the metrics and samples of each step to the output folder, the
+console and the trackers of `--log_to`."""
 
 import json
 import math
@@ -25,14 +25,14 @@ DRAW_EVERY = 60  # seconds between drawings of curves.png, or 20 times as long a
 
 
 class RunLogger:
-    """Logger of rank 0, which does nothing on other ranks. The console shows the metrics `show`,
-    curves.png the metrics `curves`."""
+    """Writes the log on rank 0 and does nothing on other ranks. The console shows the metrics
+    `show`, curves.png draws the metrics `curves`."""
 
     def __init__(
         self, args: TrainArgs, first_step: int, total_steps: int, show: Sequence[str],
         curves: Sequence[str],
     ):  # fmt: skip
-        """Delete the lines after `first_step`, which will be logged again."""
+        """Delete the lines of steps after `first_step`: a resumed run takes these steps again."""
         self.active = distributed.is_main()
         self.folder = Path(args.output_dir)
         self.total_steps = total_steps
@@ -48,7 +48,7 @@ class RunLogger:
 
         self.console = Console()
         for name in LINES:
-            _keep_until(self.folder / name, first_step or -1)  # a new run evaluates step 0 again
+            _keep_until(self.folder / name, first_step or -1)  # -1: a new run logs step 0 too
         for line in read_metrics(self.folder / "metrics.jsonl"):
             self._remember(line)
         if args.log_to:
@@ -57,7 +57,7 @@ class RunLogger:
             self.trackers = start_trackers(args, self.folder, first_step)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Log the metrics of a step. `step` is the number of finished steps."""
+        """Log the metrics after `step` finished steps."""
         if not self.active:
             return
         with (self.folder / "metrics.jsonl").open("a") as file:
@@ -81,9 +81,9 @@ class RunLogger:
             self.errors[name] = metrics.get(f"{name}_stderr", 0.0)
 
     def _value(self, name: str) -> str:
-        """Return a metric as text: its first and latest value, `reward 0.4 -> 0.8`, or only the
-        latest for speeds and if both are equal. If a standard error is known, `±` half of the 95%
-        interval follows."""
+        """Return a metric as text: `reward 0.4 -> 0.8`, its first and its latest value. Speeds, and
+        values that have not changed, have only one. `±` half of the 95% interval follows, if it is
+        known."""
         first, latest = (f"{value:.3g}" for value in self.shown[name])
         is_single = name.startswith(SPEEDS) or first == latest
         values = latest if is_single else f"{first} -> {latest}"
@@ -91,19 +91,19 @@ class RunLogger:
         return f"{name} {values} ±{half:.2g}" if half else f"{name} {values}"
 
     def summary(self) -> str:
-        """Return the first and the latest value of each metric but speeds. Rank 0 only."""
+        """Return the first and the latest value of each metric shown, except speeds. Rank 0
+        only."""
         names = [name for name in self.show if name in self.shown and not name.startswith(SPEEDS)]
         return ", ".join(map(self._value, names))
 
     def message(self, *lines: str) -> None:
-        """Print lines on the console."""
         if not self.active:
             return
         for line in lines:
             self.console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
 
     def preview(self, sample: Sample, tokenizer, of: int = 1) -> None:
-        """Print one decoded sample, the last `of` several sequences of its row."""
+        """Print one decoded sample, the last of the `of` sequences that its row has."""
         if self.active:
             preview(sample, tokenizer, self.console, of)
 
@@ -111,8 +111,8 @@ class RunLogger:
         self, step: int, groups: list[Group], positions: Sequence[int], rewards_PG: Tensor,
         advantages_PG: Tensor,
     ) -> None:  # fmt: skip
-        """Write the groups of all ranks to samples.jsonl, in the order of their positions in the
-        step, and print a few as a table. Collective."""
+        """Append the groups of all ranks to samples.jsonl, in their order in the step
+        (`positions`), and print a table of a few completions. Collective."""
         columns = (groups, rewards_PG.tolist(), advantages_PG.tolist())
         lines_at = {}  # keys are positions
         for position, group, rewards_G, advantages_G in zip(positions, *columns, strict=True):
@@ -135,15 +135,15 @@ class RunLogger:
         self.console.print(table)
 
     def sync(self) -> None:
-        """Bring the lines of all steps to the disk, before a checkpoint from which later runs
-        continue."""
+        """Wait until all lines are on the disk. A checkpoint calls this first: a run that resumes
+        from it must find the lines of all earlier steps."""
         if self.active:
             for path in filter(Path.is_file, (self.folder / name for name in LINES)):
                 durable.sync(path)
             durable.sync(self.folder)
 
     def draw_curves(self) -> None:
-        """Draw curves.png from metrics.jsonl, which includes the steps before a resumption."""
+        """Draw curves.png from metrics.jsonl, which also has the steps before a resumption."""
         if self.active:
             began = time.monotonic()
             draw_curves([self.folder / "metrics.jsonl"], self.curves, self.folder / "curves.png")
@@ -156,7 +156,7 @@ class RunLogger:
 
 
 def _line(step: int, sample: Completion, reward: float, advantage: float) -> dict:
-    """Return the line of samples.jsonl about a completion."""
+    """Return the line of a completion in samples.jsonl."""
     line = dict(
         step=step,
         prompt=asked(sample.row),
@@ -174,8 +174,8 @@ def _line(step: int, sample: Completion, reward: float, advantage: float) -> dic
 
 
 def preview(sample: Sample, tokenizer, console, of: int = 1) -> None:
-    """Print one decoded sample, with its trained tokens in colour, or between marks without a
-    terminal."""
+    """Print a decoded sample with its trained tokens in colour, or between ⟦ ⟧ if the output is no
+    terminal. `of`: see `RunLogger.preview`."""
     from rich.text import Text
 
     text = Text()
@@ -191,8 +191,8 @@ def preview(sample: Sample, tokenizer, console, of: int = 1) -> None:
 
 
 def asked(row: dict) -> str | None:
-    """Return the text of a prompt, or of its last message, with `<image>` for a part of it that is
-    an image."""
+    """Return the prompt of a row as text: its last message, if it has several. An image is
+    `<image>`."""
     prompt = row.get("_prompt") or row.get("prompt") or row.get("question")
     text = prompt[-1]["content"] if isinstance(prompt, list) else prompt
     if isinstance(text, list):
@@ -209,7 +209,7 @@ def _brief(text: str, limit: int = 160):
 
 def _keep_until(path: Path, last_step: int) -> None:
     if path.is_file():
-        # A kill may cut the last line. `splitlines` would also split at U+2028 in a text.
+        # A kill may cut the last line. Not `splitlines`, which also splits at U+2028 inside a text.
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         try:
             kept = [line + "\n" for line in lines if json.loads(line)["step"] <= last_step]

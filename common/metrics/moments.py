@@ -1,4 +1,4 @@
-"""Mean and standard deviation over the trained tokens of all ranks."""
+"""Mean and standard deviation of a number per token, over the trained tokens of all ranks."""
 
 import math
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from common.parallel import distributed
 def moments(
     minibatches: Minibatches, stream_of: Callable[[PackedBatch], Tensor]
 ) -> tuple[float, float]:
-    """Return mean and standard deviation (n - 1) of a stream over the trained tokens of all ranks.
-    Collective."""
+    """Return the mean and the standard deviation (n - 1) over the trained tokens of all ranks.
+    `stream_of` picks the numbers of a micro-batch, one per token. Collective."""
     xs = [stream_of(mb)[mb.loss_mask_T].double() for mb in chain(*minibatches)]
     count = max(1, int(distributed.all_sum(sum(x.numel() for x in xs))))
     mean = float(distributed.all_sum(sum(x.sum() for x in xs))) / count
@@ -23,8 +23,8 @@ def moments(
 
 
 def explained_variance(minibatches: Minibatches) -> float:
-    """Return 1 - Var(R - V) / Var(R) over the trained tokens of all ranks, or 0 for equal returns.
-    Collective."""
+    """Return 1 - Var(R - V) / Var(R) over the trained tokens of all ranks: how much of the returns
+    R the values V predict. 0 if all returns are equal. Collective."""
     _, error = moments(minibatches, lambda mb: mb.returns_T - mb.values_T)
     _, spread = moments(minibatches, lambda mb: mb.returns_T)
     return 1 - (error / spread) ** 2 if spread else 0.0

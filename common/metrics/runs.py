@@ -1,4 +1,5 @@
-"""Output folders of runs: their flags and metrics, and intervals over runs of several seeds."""
+"""Reading finished or running runs from their output folders, and confidence intervals over several
+seeds. tools/compare.py and the doctor use it."""
 
 import json
 import math
@@ -15,13 +16,13 @@ from common.config.flags import TreeLoader
 class Run(NamedTuple):
     folder: Path
     flags: dict
-    script: str  # the file's name and its code
+    script: str  # name of the script's file, and a digest of its code
     metrics: dict[str, dict[int, float]]  # values by step
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run, without an unfinished last line. Raises `ValueError` if a file is missing or
-    damaged."""
+    """Read flags and metrics of a run, without an unfinished last line. Raises `ValueError` if a
+    file is missing or damaged."""
     metrics: dict[str, dict[int, float]] = {}
     for file in (folder / "args.yaml", folder / "metrics.jsonl"):
         if file.exists() and not file.is_file():
@@ -50,7 +51,7 @@ def by_seed(group: list[Run], values: Iterable) -> dict[str, Any]:
 
 
 def values_of(group: list[Run], name: str) -> tuple[list[int], np.ndarray]:
-    """Return the steps at which all runs have this metric, and its values [runs, steps]."""
+    """Return the steps at which all runs of a group have a metric, and its values there, [R, T]."""
     steps = sorted(set.intersection(*({*run.metrics[name]} for run in group)))
     if not steps:
         folders = ", ".join(str(run.folder) for run in group)
@@ -60,8 +61,9 @@ def values_of(group: list[Run], name: str) -> tuple[list[int], np.ndarray]:
 
 
 def t_quantile(df: float) -> float:
-    """Return the 97.5% quantile of Student's t. For t = sqrt(df) tan(a), the density of a is ~
-    cos(a)^(df - 1)."""
+    """Return the 97.5% quantile of Student's t with `df` degrees of freedom, integrated
+    numerically: for t = sqrt(df) tan(a), the density of the angle a is proportional to cos(a)^(df -
+    1)."""
     a = np.linspace(0, math.pi / 2, 100_001)
     mass = np.cumsum(np.cos((a[1:] + a[:-1]) / 2) ** (df - 1))
     return math.sqrt(df) * math.tan(np.interp(0.95, mass / mass[-1], a[1:]))
