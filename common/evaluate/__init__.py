@@ -1,1 +1,1 @@
-"""pass@k, majority vote, intervals; evaluation of every checkpoint of a run."""
+"""Evaluation: during training, by eval.py, and of every checkpoint of a run."""

@@ -1,7 +1,8 @@
-"""`eval.py --model RUN/checkpoints`: the list of checkpoints, and the curve of their results.
+"""`eval.py --model RUN/checkpoints`: which checkpoints it evaluates, and the curve of their
+results.
 
-<output_dir>/step_000100/{completions.jsonl, results.json}      results of each checkpoint
-<output_dir>/metrics.jsonl, curves.png                          results of all checkpoints
+    OUTPUT_DIR/step_000100/{completions.jsonl, results.json}      results of each checkpoint
+    OUTPUT_DIR/metrics.jsonl, curves.png                          results of all checkpoints
 """
 
 import json
@@ -14,13 +15,13 @@ from common.model.hub import checkpoints_in
 from common.model.loading import named_errors
 from common.parallel import distributed
 
-# optional parts of results.json
+# results.json has these only if their flags are given
 OPTIONAL_RESULTS = ("reward_model", "reward_model_against", "win_rate", "perplexity")
 
 
 def results_folders(model: str, folder: Path) -> list[tuple[Path, str]]:
-    """Return pairs of a results folder and a model. A folder of checkpoints gives one pair per
-    checkpoint, the oldest first; other models give (`folder`, `model`). Collective. Raises
+    """Return (results folder, model) for each model to evaluate: for a folder of checkpoints one
+    pair each, the oldest first; for any other model just (`folder`, `model`). Collective. Raises
     `ValueError` for a folder without checkpoints."""
     root = Path(os.path.expanduser(model))
     names = distributed.from_main([path.name for path in checkpoints_in(root)])
@@ -32,7 +33,8 @@ def results_folders(model: str, folder: Path) -> list[tuple[Path, str]]:
 
 
 def still_exists(model: str) -> bool:
-    """Return whether a checkpoint still exists: a run in progress deletes old ones. Collective."""
+    """Return whether a checkpoint still exists; if not, say so. A run in progress deletes its old
+    checkpoints while eval.py works through them. Collective."""
     exists = all(distributed.gather_objects(Path(model).is_dir()))
     if not exists:
         distributed.say(f"{model}: deleted by its run; skipped")
@@ -40,8 +42,8 @@ def still_exists(model: str) -> bool:
 
 
 def draw(folder: Path) -> None:
-    """Write metrics.jsonl, with the mean results of each checkpoint that has a results.json, and
-    draw curves.png from it. Of pass@k and majority@k only the powers of two are included."""
+    """Collect the mean results of all evaluated checkpoints in metrics.jsonl, and draw curves.png
+    from it. pass@k and majority@k are included for k = 1, 2, 4, ..."""
     lines = []
     for file in sorted(folder.glob("step_*/results.json")):
         with named_errors(f"{file}: broken; delete it, and the same command computes it anew"):
@@ -53,7 +55,7 @@ def draw(folder: Path) -> None:
 
 
 def mean_results(results: dict) -> dict[str, float]:
-    """Return the means in results.json by the names of metrics."""
+    """Return the means in results.json under the names that the curve has for them."""
     values = results["overall"] | {
         name: results[name] for name in OPTIONAL_RESULTS if name in results
     }

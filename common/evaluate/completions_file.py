@@ -1,13 +1,14 @@
-"""completions.jsonl of eval.py: one line per prompt, with its completions and their rewards.
+"""The file completions.jsonl of eval.py: one line per prompt, with its completions and their
+rewards.
 
     {"source": "rows.jsonl:1", "completions": [{"text": "2", "reward": 1.0, "ids": [9, 353], ...},
     ...]}
 
-eval.py appends to it while it samples, and continues it after a kill. Files of other programs need
-only the texts. Every rank has all lines, and samples or scores its part of the prompts.
+eval.py appends to it while it samples, and continues it when it is started again after a kill. In a
+file that another program wrote (`--completions`) only the texts are needed. Every rank has all
+lines, and samples or scores its part of the prompts.
 
-Shapes: P prompts on this rank, G completions of each.
-"""
+Shapes: P prompts on this rank, G completions of each."""
 
 import json
 from collections.abc import Callable
@@ -42,7 +43,7 @@ from common.workers.worker import Result
 
 @dataclass
 class StoredCompletion:
-    """A completion in the file. Without `ids`, its text is tokenised and an EOS added."""
+    """A completion in the file. If it has no `ids`, its text is tokenised and an EOS is added."""
 
     text: str
     answer_at: NonNegativeInt = 0  # start of the answer in the text, after the thoughts
@@ -50,25 +51,26 @@ class StoredCompletion:
     score: float | None = None  # the first of --reward, if it could be computed
     reward: float | None = None  # the weighted sum
     rewards: dict[str, float | None] = field(default_factory=dict)
-    reward_errors: dict[str, str] = field(default_factory=dict)  # why one has none, by name
-    vote: str | None = ""  # its answer in a majority vote, if any; "": not stored
+    reward_errors: dict[str, str] = field(default_factory=dict)  # reward's name -> why it failed
+    vote: str | None = ""  # the answer that it votes for, None: no vote; "": not stored
     finish_reason: str = "stop"
     ids: list[NonNegativeInt] = field(default_factory=list)
-    sampled: list[Literal[0, 1]] = field(default_factory=list)  # 0: tokens of an environment
+    sampled: list[Literal[0, 1]] = field(default_factory=list)  # 0: an environment's token
     turns: int = 1
     turn_rewards: list[tuple[int, float]] | None = None
     error: str = ""
 
 
 def as_objects(value: object) -> list:
-    """Return one completion or several as a list of objects. A text alone is a completion."""
+    """Return one completion, or a list of them, as a list of objects. A completion may be just a
+    text."""
     values = value if isinstance(value, list) else [value]
     return [dict(text=each) if isinstance(each, str) else each for each in values]
 
 
 @dataclass
 class Line:
-    """A line of the file. Files of other programs may have one `completion`."""
+    """A line of the file. Other programs may write a single `completion`."""
 
     completions: Annotated[
         list[StoredCompletion],
@@ -79,7 +81,7 @@ class Line:
 
 
 LINE = TypeAdapter(Line)
-# Fields that a `Completion` has too.
+# Fields that are copied to and from a `Completion`.
 AS_SAMPLED = ("text", "finish_reason", "turns", "turn_rewards", "error")
 
 # ---- sampling ----
@@ -89,12 +91,11 @@ def sample_completions(
     file: Path, lines: list[dict], prompts: Prompts, episodes: Episodes, rewards: Rewards,
     args: SamplingArgs, batch_size: int,
 ) -> list[dict]:  # fmt: skip
-    """Sample the prompts after the given lines of `file`, append theirs in batches, and return
-    all lines: fewer than prompts if the run must stop. Each prompt has a greedy completion, then
-    the sampled ones. Collective.
+    """Sample the prompts that `lines`, the content of `file`, do not have yet. Append them in
+    batches, and return all lines: fewer than prompts if the run must stop. Each prompt has a greedy
+    completion, then the sampled ones. Collective.
 
-    Every prompt has a seed of its own, so samples depend neither on the number of ranks nor on
-    stops."""
+    Every prompt has its own seed, so samples depend neither on the number of ranks nor on stops."""
     process.note_signals()
     lines = list(lines)
     while len(lines) < len(prompts) and not distributed.stop_requested():
@@ -108,7 +109,7 @@ def sample_completions(
             ))
             for n, temperature in ((1, 0.0), (args.samples_per_prompt, args.temperature))
         )  # fmt: skip
-        if distributed.all_max(len(sampled) < len(own)):  # a signal has stopped a rank
+        if distributed.all_max(len(sampled) < len(own)):  # a signal has stopped some rank
             break
         groups = [one + others for one, others in zip(greedy, sampled, strict=True)]
         lines += make_lines(groups, rewards, greedy=True)
@@ -120,8 +121,8 @@ def sample_completions(
 
 
 def make_lines(groups: list[Group], rewards: Rewards, greedy: bool) -> list[dict]:
-    """Return the lines of all prompts, with their rewards. `groups` is this rank's part;
-    `greedy`: whether the first completion of each is greedy. Collective."""
+    """Compute the rewards of this rank's `groups` and return the lines of all prompts, in order.
+    `greedy`: whether the first completion of each group is the greedy one. Collective."""
     rewards_PG, parts, numbers = rewards.wait(groups, Meter())
     firsts_PG = rewards.first(parts)
 
@@ -145,8 +146,8 @@ def make_lines(groups: list[Group], rewards: Rewards, greedy: bool) -> list[dict
 
 
 def vote_of(sample: Completion, rewards: Rewards) -> str | None:
-    """Return the answer of a completion in a majority vote: what the first reward reads, if it is a
-    built-in one that reads an answer, else `final_answer`. None: it does not vote."""
+    """Return the answer with which a completion takes part in a majority vote, or None if it does
+    not. A built-in first reward votes with the answer that it reads; else it is `final_answer`."""
     name = rewards.args.reward[0]
     name = sample.row["reward"] if name == "by_row" else name
     function = load_reward(name) if name in BUILT_IN else None
@@ -161,7 +162,8 @@ def _null(x: Tensor) -> float | None:
 
 
 def _of_all_ranks(values: list) -> list:
-    """Return one value per prompt, in order, from this rank's share. Collective."""
+    """Return the values of all prompts in their order. `values` are those of this rank's share,
+    which has every `world_size`-th prompt. Collective."""
     values = chain(*zip_longest(*distributed.gather_objects(values)))
     return [value for value in values if value is not None]
 
@@ -170,7 +172,7 @@ def _of_all_ranks(values: list) -> list:
 
 
 def restored(lines: list[dict], prompts: Prompts) -> list[Group]:
-    """Return this rank's part of the completions in a file."""
+    """Return the stored completions of this rank's share of the prompts as `Completion`s."""
     groups: list[Group] = []
     for i in distributed.items_of_rank(range(len(lines))):
         ids, row = prompts[i]
@@ -183,7 +185,7 @@ def restored(lines: list[dict], prompts: Prompts) -> list[Group]:
 
 
 def reward_again(lines: list[dict], prompts: Prompts, rewards: Rewards) -> list[dict]:
-    """Return the lines with the rewards of the present flags. Collective."""
+    """Return the lines with rewards computed anew, by the flags of this run. Collective."""
     is_greedy = lines[0]["completions"][0]["greedy"]
     return make_lines(restored(lines, prompts), rewards, is_greedy)
 
@@ -191,8 +193,8 @@ def reward_again(lines: list[dict], prompts: Prompts, rewards: Rewards) -> list[
 def score_stored(
     lines: list[dict], score: Callable[[list[Group]], list], prompts: Prompts
 ) -> list[list]:
-    """Return the scores of the completions of each prompt. `score` maps this rank's groups to one
-    score per completion. Collective."""
+    """Return a score for each stored completion, per prompt. `score` is called once, with the
+    groups of this rank, and returns one score per completion. Collective."""
     groups = restored(lines, prompts)
     results = iter(score(groups))
     return _of_all_ranks([[next(results) for _ in group] for group in groups])
@@ -201,16 +203,17 @@ def score_stored(
 def scores_of_outputs(
     model: Callable[[list[Group]], list[Result]], outputs: list[list[dict]], prompts: Prompts
 ) -> list[list[list[float]]]:
-    """Return the score of each completion of each output. A judge of pairs compares completion i of
-    one output with completion i of the other; the score is the probability to win. Collective.
-    Raises `ValueError` naming the row of a completion without score."""
+    """Score the completions of one or two outputs (files of lines) with a reward model or a judge.
+    A judge of pairs compares completion i of one output with completion i of the other; the score
+    is the probability to win. Collective. Raises `ValueError` naming the row of an unscored
+    completion."""
 
     def scores(groups: list[Group], results: list[Result]) -> list[float]:
         for sample, result in zip(chain(*groups), results, strict=True):
             if result.error:
                 raise ValueError(f"{sample.row['_source']}: {result.error}")
         values = [result.value for result in results]
-        # a judge returns numbers beside the score
+        # a judge returns (score, further numbers)
         return [value[0] if isinstance(value, tuple) else value for value in values]
 
     if not getattr(model, "ranks", False):
@@ -230,10 +233,10 @@ def read_completions(
     flag: str, path: Path, prompts: Prompts, tokenizer, *, own: bool = False,
     episodes: bool = False,
 ) -> list[dict]:  # fmt: skip
-    """Return the lines of a file, line i for prompt i. A run's `own` file may lack the last ones,
-    and a line that a kill has truncated is removed from it. `episodes`: the completions must have
-    rewards of an environment. Rank 0 reads; it raises `ValueError` naming an invalid line.
-    Collective."""
+    """Read a file of completions; line i must belong to prompt i. The run's `own` file may end
+    early: a last line that a kill has cut is removed from it, and missing lines are not an error.
+    With `episodes` the completions must have rewards of an environment. Only rank 0 reads; it
+    raises `ValueError` naming the line that is invalid. Collective."""
     if not distributed.is_main():
         return distributed.from_main(None)
     try:
@@ -270,9 +273,9 @@ def read_completions(
 
 
 def _fill_in(stored: dict, tokenizer, vocabulary: int | None) -> None:
-    """Tokenise a completion that has only its text. Raises `ValueError` for ids that are not below
-    `vocabulary`. The run's own ids are not checked (None): a head may have more rows than the
-    tokenizer has tokens, and a model may sample them."""
+    """Fill in what a stored completion lacks; one with only a text is tokenised. Raises
+    `ValueError` for ids that are not below `vocabulary`. It is None for the run's own file: a model
+    may have more output rows than the tokenizer has tokens, and may have sampled one of those."""
     if not stored["ids"]:
         ids = tokenizer(stored["text"], add_special_tokens=False)["input_ids"]
         stored["ids"] = [*ids, tokenizer.eos_token_id]

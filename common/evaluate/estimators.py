@@ -1,5 +1,5 @@
-"""Estimators of eval.py as pure functions: unbiased pass@k, majority votes, means with bootstrap
-intervals."""
+"""The statistics of eval.py as pure functions: unbiased pass@k, majority votes, bootstrap intervals
+of means, and win rates."""
 
 import math
 import re
@@ -15,27 +15,27 @@ from common.parallel import distributed
 from common.rewards.functions import final_answers, last_boxed, plain, value_of
 
 STATED = re.compile(r"(?:\banswer(?: is\b|:)|答案(?:是|为|:))[ :*]*([^\n]+)", re.IGNORECASE)
-SOLVED = 1 - 1e-6  # a reward of 1, up to rounding: sum([0.1] * 10) is less
+SOLVED = 1 - 1e-6  # counts as a reward of 1, because sum([0.1] * 10) is less than 1
 PERMUTATIONS = 64  # random orders of the samples over which a majority vote is averaged
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the probability that k samples, drawn without replacement from n with c right ones,
-    include a right one: 1 - C(n - c, k) / C(n, k) (arXiv:2107.03374 Eq. 1). Raises `ValueError`
-    unless 1 <= k <= n."""
+    """Return the probability that at least one of k samples is right, if they are drawn without
+    replacement from n samples with c right ones: 1 - C(n - c, k) / C(n, k) (arXiv:2107.03374 Eq.
+    1). Raises `ValueError` unless 1 <= k <= n."""
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {n} samples: k must be between 1 and {n}")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def shown_ks(n: int) -> list[int]:
-    """Return the k of pass@k that are shown for n samples: 1, 2, 4, ... up to n."""
+    """Return the values of k for which pass@k is reported with n samples: 1, 2, 4, ... up to n."""
     return [1 << i for i in range(n.bit_length()) if 1 << i <= n]
 
 
 def solved(first_PG: Tensor, groups: list[Group]) -> Tensor:
-    """Return 1 for completions whose first reward is at least 1, up to rounding, 0 for others and
-    for those whose reward failed, and NaN where no reward applies. Shape [P, G], float64."""
+    """Return 1 for completions whose first reward is at least 1 (up to rounding) and 0 for the
+    others: 0 too if their reward failed, NaN if no reward applies. Shape [P, G], float64."""
     failed = [[bool(sample.reward_errors) for sample in group] for group in groups]
     failed_PG = torch.tensor(failed, dtype=torch.bool).reshape(first_PG.shape)
     solved_PG = first_PG.ge(SOLVED).double().masked_fill(first_PG.isnan(), math.nan)
@@ -43,10 +43,10 @@ def solved(first_PG: Tensor, groups: list[Group]) -> Tensor:
 
 
 def final_answer(text: str) -> str | None:
-    """Return the vote of a completion: its last boxed answer, else its last `####` number, else the
-    rest of the line after the last "answer is" or "answer:", else all of it; None if that is
-    empty. Numbers are in canonical form, other answers without whitespace and cut to 200
-    characters."""
+    """Return the vote of a completion: its last boxed answer, else its last `####` number, else
+    what follows the last "answer is" or "answer:" in its line, else its whole text; None if that is
+    empty. Numbers are written in one form (1.0 and 1 are the same vote). Other answers lose their
+    white space and are cut to 200 characters."""
     found = final_answers(text) or STATED.findall(plain(text)) or [text]
     answer = last_boxed(text) or found[-1].strip(" *`").rstrip(" *`.")
     return str(value_of(answer))[:200] or None
@@ -56,9 +56,9 @@ def majority_at_k(
     answers: list[str | None], right: list[bool | None], rng: np.random.Generator
 ) -> list[float]:
     """Return, for k = 1..S, how often the most frequent answer among k randomly chosen samples is
-    right; of equally frequent answers the first wins. A sample without an answer does not vote. One
-    whose reward failed (`right` is None) votes, but only other samples with the same answer can
-    tell whether it is right."""
+    right. Of equally frequent answers the one that got there first wins. A sample without an answer
+    does not vote. A sample whose reward failed (`right` is None) votes, but whether its answer is
+    right is only known from other samples with the same answer."""
     totals = np.zeros(len(answers))
     for _ in range(PERMUTATIONS):
         votes: Counter = Counter()
@@ -79,8 +79,8 @@ def majority_at_k(
 def mean_and_interval(
     totals_P: list[float], counts_P: list[float], seed: int, draws: int = 1000
 ) -> dict[str, float]:
-    """Return sum of totals / sum of counts with its 95% interval by bootstrap over the prompts; {}
-    for zero counts."""
+    """Return a mean, sum of totals / sum of counts with its 95% interval by bootstrap over the
+    prompts. {} if all counts are zero."""
     totals = np.array(totals_P, dtype=float)
     counts = np.array(counts_P, dtype=float)
     if not counts.sum():
@@ -99,8 +99,8 @@ def wins(
     scores: list[list[float]], scores_against: list[list[float]]
 ) -> tuple[list[float], list[float]]:
     """Compare completion i of each prompt with completion i of the other model. Return, per prompt,
-    the number of wins and the number of compared pairs. A tie is half a win; pairs with a missing
-    score (None) are excluded."""
+    the number of wins and the number of compared pairs. A tie is half a win. A pair with a missing
+    score (None) is left out."""
     points = []
     counts = []
     for group, group_against in zip(scores, scores_against, strict=True):

@@ -1,4 +1,5 @@
-"""`--eval_generate` of the scripts that train on data alone: an engine, prompts and rewards."""
+"""`--eval_generate`: scripts that train on data alone (sft.py, dpo.py, ...) also sample completions
+of held-out prompts. This module sets up the engine, the prompts and the rewards for that."""
 
 import dataclasses
 from collections import Counter
@@ -18,16 +19,15 @@ from common.text.encode import Encoder
 
 
 class Generation:
-    """Completions of held-out prompts by the policy, and their rewards."""
+    """The policy's completions of held-out prompts, and their rewards."""
 
     def __init__(self, policy: Policy, args: OfflineArgs, tokenizer, rows: list[dict]):
-        """Encode the prompts of the first `--eval_generate` of `rows` and start the engine. Call
-        after the optimizer is made. Collective.
+        """Encode the first `--eval_generate` prompts of `rows` and start the engine. Make the
+        optimizer first: the engine takes the memory that is left. Collective.
 
-        Raises `ValueError` for rows without a prompt or without the columns that the reward needs.
-        """
+        Raises `ValueError` for rows without a prompt or without a column that the reward needs."""
         online = sampling_args(args)
-        # The encoder of images changes the rows that it reads.
+        # Copies, because the encoder of images changes the rows that it reads.
         rows = [dict(row) for row in first_of_each_set(rows, args.eval_generate)]
         columns = prompt_columns(online, rows)
         limit = longest_sequence(policy.path, args)
@@ -36,14 +36,13 @@ class Generation:
         if len(self.prompts) < args.eval_generate:
             distributed.say(f"--eval_generate {args.eval_generate} answers {self.prompts}")
         self.rewards = Rewards(online, self.prompts.rows, tokenizer, policy.device)
-        order = Order({"": range(len(rows))}, args.seed)  # nothing is drawn
+        order = Order({"": range(len(rows))}, args.seed)  # never drawn from
         options = EngineOptions(image_args=policy.image_args)
         engine = ColocatedEngine(policy, online, tokenizer, self.rewards.begin, options)
         self.sampler = Sampler(self.prompts, online, order, engine)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return `eval/solved` and `eval/reward` of the policy after `step` steps, see
-        `evaluate_prompts`. Collective."""
+        """Return the metrics of the policy after `step` steps (`evaluate_prompts`). Collective."""
         return evaluate_prompts(self.sampler, step, self.prompts, self.rewards)
 
     def close(self) -> None:
@@ -52,8 +51,8 @@ class Generation:
 
 
 def first_of_each_set(rows: list[dict], count: int) -> list[dict]:
-    """Return `count` rows: the first ones of every held-out set, equally many of each if they have
-    so many."""
+    """Return `count` rows, taken from the start of every held-out set in turn, so that each set has
+    equally many if it is long enough."""
     seen: Counter = Counter()
     turns = []
     for i, row in enumerate(rows):
@@ -64,7 +63,8 @@ def first_of_each_set(rows: list[dict], count: int) -> list[dict]:
 
 
 def sampling_args(args: OfflineArgs) -> OnlineArgs:
-    """Return the flags with which a script that does not sample answers held-out prompts."""
+    """Return the flags for sampling in a script that has only some of them: its own, and defaults
+    for the rest. Prompts that are too long are dropped."""
     names = {field.name for field in dataclasses.fields(OnlineArgs)}
     shared = {name: value for name, value in vars(args).items() if name in names}
     return OnlineArgs(**shared | dict(overlong="drop"))

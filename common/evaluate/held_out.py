@@ -1,4 +1,5 @@
-"""Held-out prompts, completed and rewarded during training."""
+"""Evaluation during training in scripts that sample: complete the held-out prompts, reward the
+completions, and average."""
 
 from itertools import chain
 
@@ -14,15 +15,15 @@ from common.rollout.sampler import Sampler
 def evaluate_prompts(
     sampler: Sampler, step: int, held_out: Prompts, rewards: Rewards
 ) -> dict[str, float]:
-    """Return the metrics of `--eval_samples` completions of each held-out prompt after `step`
-    steps, greedy or sampled at `--eval_temperature`; {} without prompts.
+    """Sample `--eval_samples` completions of each held-out prompt, greedily or at
+    `--eval_temperature`, and return their metrics; {} without prompts.
 
-    `eval/solved` is the fraction of completions whose first reward is at least 1,
-    `eval/solved_stderr` its standard error over the prompts, `eval/reward` the mean weighted sum,
-    and `eval/pass_at_k` the fraction of prompts that one of k completions solves. A completion
-    whose reward failed is not solved, and `eval/failed` counts them; `eval/unscored` counts those
-    that are in no fraction, because no reward applies. If rows name their data set, `metric/name`
-    is the metric of that set alone. Collective."""
+    `eval/solved` is the fraction of completions whose first reward is at least 1, and
+    `eval/solved_stderr` its standard error over the prompts. `eval/reward` is the mean weighted sum
+    of the rewards. `eval/pass_at_k` is the estimated fraction of prompts that at least one of k
+    completions solves. A completion whose reward failed is not solved, and `eval/failed` counts
+    such completions. Those to which no reward applies are in no fraction; `eval/unscored` counts
+    them. If rows name their data set, `metric/name` is the metric of that set alone. Collective."""
     if not held_out:
         return {}
     groups = sampler.complete_held_out(step, held_out)
@@ -55,7 +56,7 @@ def evaluate_prompts(
 
 
 def say_failures(what: str, groups: list[Group]) -> None:
-    """Print how many completions of all ranks have a reward that failed, and the first error.
+    """Print how many completions of all ranks have a failed reward, and the first error.
     Collective."""
     samples = list(chain(*groups))
     failures = [

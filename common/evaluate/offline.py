@@ -1,5 +1,5 @@
-"""Evaluations of the scripts that train on data alone: the accuracy on held-out rows with its
-interval, and the door to completions of held-out prompts."""
+"""Evaluation in scripts that train on data alone (sft.py, dpo.py, rm.py, ...): the accuracy on
+held-out rows with its interval, and the start of `--eval_generate`."""
 
 import math
 from collections.abc import Sized
@@ -9,18 +9,18 @@ from common.model.policy import Policy
 
 
 def start_generation(policy: Policy, args: OfflineArgs, tokenizer, rows: list[dict]):
-    """Return a started `Generation` that answers held-out `rows` with `--eval_generate`, else None.
-    Call after the optimizer is made. Collective."""
+    """Return a started `Generation` that samples answers to held-out `rows`, or None without
+    `--eval_generate`. Make the optimizer first. Collective."""
     if not (args.eval_generate and args.eval_every):
         return None
-    # Engines, rewards and environments: a run without the flag loads none of them.
+    # This imports engines, rewards and environments, which a run without the flag does not need.
     from common.evaluate.generation import Generation
 
     return Generation(policy, args, tokenizer, rows)
 
 
 def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
-    """Return the 95% Wilson interval of a probability, estimated as a `fraction` of `count`
+    """Return the 95% Wilson interval of a probability that was estimated as `fraction` in `count`
     independent trials."""
     z = 1.96
     center = fraction + z * z / (2 * count)
@@ -29,8 +29,8 @@ def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
 
 
 def held_out_accuracy(metrics: dict[str, float], held_out: Sized) -> str:
-    """Return the accuracy of the last evaluation with its confidence interval, or nothing without
-    an evaluation."""
+    """Return a line with the accuracy of the last evaluation and its confidence interval; empty
+    without an evaluation."""
     accuracy = metrics.get("eval_rewards/accuracies")
     if accuracy is None:
         return ""
