@@ -1,1 +1,1 @@
-"""Processes that run a user's code with a deadline: rewards, environments, tools, agents."""
+"""Processes that run a user's code with a time limit: rewards, environments, tools, agents."""

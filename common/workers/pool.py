@@ -1,15 +1,15 @@
-"""Processes that run a user's code with a deadline for each answer: reward functions, `math`,
-environments, tools, agents.
+"""Processes that run a user's code with a time limit for each answer: reward functions, `math`,
+environments, tools, agents. This module is the training process's side, worker.py the other one.
 
     process = Process(ForkServer("mine.py:Game", shared=True))   an object in a process
     result = await process.call("step", text, seconds=10.0)      -> Result (worker.py)
     pool = Pool("mine.py:reward", size=4, seconds=10.0)          a function in four processes
     result = await pool.call(text, row)
 
-A server (worker.py) forks itself to make a process. If a process hangs or dies, only its current
-call fails: the process is killed, together with all processes that it has started. A process shares
-no CUDA context with its parent, and imports torch only if the user's code does. Nothing protects
-from malicious code: the user chose it, and its answers are unpickled."""
+A server process forks itself whenever a new process is needed. If one hangs or dies, only its
+current call fails: the process is killed, with all processes that it has started. The processes
+share no CUDA context with the training process, and import torch only if the user's code does. This
+is no protection from malicious code: the user chose it, and its answers are unpickled."""
 
 import asyncio
 import json
@@ -27,37 +27,38 @@ from itertools import islice
 from common.workers import worker
 from common.workers.worker import GRACE, HEADER, Result, one_line
 
-# Seconds that an answer may be late: this process may have been too busy to read it, and an async
-# function times out by itself.
+# An answer may come this many seconds after its limit: this process may have been too busy to read
+# it, and an async function times out by itself.
 LATE = 1.0
 TOGETHER = 64  # calls of an async function that run in a process at the same time
 START_SECONDS = 60.0  # limit for a process to start and to load its target
 
 
 class ForkServer:
-    """Process that forks itself. It starts at the first use, and again if it has died. Server and
-    forks end at `close`, when the parent ends in any way, and on Linux when the thread that started
-    the server ends."""
+    """The parent's handle of a server process, which forks itself to make workers. It starts at the
+    first use, and again if it has died. The server and its forks end at `close`, when the training
+    process ends for any reason and, on Linux, when the thread that started the server ends."""
 
     def __init__(self, target: str, *, shared: bool, argument: object = None):
-        """`target`: `module:name` or `path/to/file.py:name`. `shared`: load it once, before the
-        forks; then a fork takes milliseconds, but all forks share the files that it has opened.
-        `argument`: if given, a plain value, and the target is `target(argument)`."""
+        """`target`: `module:name` or `path/to/file.py:name`. With `shared` the server loads it
+        once, before it forks: a fork then takes milliseconds, but all forks share the files that
+        loading has opened. `argument`: if given, a plain value; the target is then what
+        `target(argument)` returns."""
         self.target = target
         self.shared = shared
         self.argument = argument
-        self.starting = asyncio.Semaphore(32)  # more orders do not fit in the server's socket
+        self.starting = asyncio.Semaphore(32)  # the server's socket holds no more requests
         self.process: subprocess.Popen | None = None
 
     def fork(self, connection: socket.socket) -> None:
-        """Start a fork with this connection."""
+        """Ask the server for a fork that answers calls on this connection."""
         if self.process is None or self.process.poll() is not None:
             self._start()
-        with suppress(OSError):  # the server has died or hangs: the connection just ends
+        with suppress(OSError):  # the server has died or hangs, so reading will fail
             socket.send_fds(self.control, [b"f"], [connection.fileno()])
 
     def close(self, hangs: bool = False) -> None:
-        """End the server and its forks. Those that are closed already have time to clean up."""
+        """End the server and its forks. Forks that were closed before get time to clean up."""
         if self.process is not None:
             self.control.close()
             with suppress(subprocess.TimeoutExpired):
@@ -96,7 +97,7 @@ def close(writer: asyncio.StreamWriter) -> None:
 
 
 class Process:
-    """One fork, as its parent sees it. It starts at its first call and answers one at a time."""
+    """One fork, seen from its parent. It starts at its first call and answers one at a time."""
 
     def __init__(self, server: ForkServer, start_seconds: float = START_SECONDS):
         self.server = server
@@ -108,13 +109,14 @@ class Process:
         self.closed = False  # closed, killed or dead: no more calls are possible
 
     async def call(self, method: str, *arguments: object, seconds: float) -> Result:
-        """Return the result of a method of the one object that the process makes of its target, a
-        class. A process that is late, or whose call is cancelled, is killed."""
+        """Return the result of a method. The target is a class, and the process makes one object of
+        it. If the answer is late, or the caller is cancelled, the process is killed."""
         return await self._ask(method, arguments, seconds)
 
     async def call_each(self, calls: list[tuple], seconds: float) -> list[Result]:
         """Return the result of `target(*call)` for each call. The calls of an async function run
-        together; any other function has a single call. A late process is killed, as in `call`."""
+        together; any other function must get a single call. A late process is killed, as in
+        `call`."""
         result = await self._ask(None, calls, seconds)
         if result.error is not None:
             return [result] * len(calls)
@@ -141,7 +143,7 @@ class Process:
                 self.close()
 
     def close(self) -> None:
-        """End the process: at once during a call, else it has time to clean up."""
+        """End the process. During a call it is killed at once, otherwise it may first clean up."""
         if self.socket is not None and not self.closed:
             with suppress(OSError):  # the process has died
                 if self.busy and self.pid is not None:
@@ -151,10 +153,11 @@ class Process:
         self.closed = True
 
     async def _start(self) -> Result:
-        """Return the result of loading the target."""
+        """Get a fork from the server. Return the result of loading the target in it."""
         self.socket, theirs = socket.socketpair()
         self.reader, self.writer = await asyncio.open_unix_connection(sock=self.socket)
-        # Before asyncio's own finalizer, which fails if the loop's thread closes it meanwhile.
+        # Close the writer before asyncio's own finalizer does: that fails if the thread of the loop
+        # is just closing it.
         weakref.finalize(self, close, self.writer)
         async with self.server.starting:
             with theirs:
@@ -168,7 +171,7 @@ class Process:
         return result
 
     async def _answer(self, seconds: float) -> Result:
-        """Return the next answer, or an error if it is late."""
+        """Wait for the next answer. Return it, or an error if it is late."""
         reading = asyncio.ensure_future(self._read())
         for wait in (seconds, LATE):
             if (await asyncio.wait([reading], timeout=wait))[0]:
@@ -189,11 +192,11 @@ class Process:
 
 
 class Pool:
-    """At most `size` processes that call one function, for one event loop. They start when they are
-    needed, and end with the thread of the loop.
+    """At most `size` processes that call one function, for the coroutines of one event loop. They
+    start when they are needed, and end with the thread of the loop.
 
-    Each call has `seconds` of wall-clock time. Waiting calls of an `async def` go to a process
-    together, up to 64; if one of them blocks its event loop, all time out."""
+    Each call may take `seconds`. For an `async def`, up to 64 waiting calls go to a process
+    together; if one of them blocks the process's event loop, all of them time out."""
 
     def __init__(
         self, target: str, size: int, seconds: float, *, is_async: bool = False,
@@ -204,18 +207,17 @@ class Pool:
         self.together = TOGETHER if is_async else 1
         self.free = asyncio.Semaphore(size)
         self.idle: list[Process] = []
-        self.waiting: dict[asyncio.Future, tuple] = {}  # a call and its limit, by its answer
+        self.waiting: dict[asyncio.Future, tuple] = {}  # answer -> the call and its limit
 
     async def call(self, *arguments: object, seconds: float | None = None) -> Result:
-        """Return the result of `function(*arguments)`."""
         answer = asyncio.get_running_loop().create_future()
         self.waiting[answer] = arguments, seconds or self.seconds
         try:
-            await asyncio.sleep(0)  # let the other calls of the group come
+            await asyncio.sleep(0)  # let the group's other calls join the queue
             async with self.free:
                 if futures := list(
                     islice(self.waiting, self.together)
-                ):  # else another call has taken this one
+                ):  # empty: another call has taken this one along
                     calls, limits = zip(*map(self.waiting.pop, futures), strict=True)
                     results = await self._results(calls, max(limits))
                     for future, result in zip(futures, results, strict=True):

@@ -1,4 +1,4 @@
-"""Functions and classes of a user's file, named `path/to/file.py:name` on the command line."""
+"""Loading functions and classes that the command line names as `path/to/file.py:name`."""
 
 import ast
 import importlib.util
@@ -13,7 +13,7 @@ from common.workers.worker import load_file
 
 def load_callable(flag: str, spec: str) -> Callable:
     """Return the function or class that `spec` names. Its file may import the files beside it.
-    Raises `ValueError` with `flag` and the problem."""
+    Raises `ValueError` naming the `flag`."""
     path, _, name = spec.rpartition(":")
     named = getattr(load_user_file(flag, spec, path), name, None)
     if not callable(named):
@@ -22,8 +22,7 @@ def load_callable(flag: str, spec: str) -> Callable:
 
 
 def load_user_file(flag: str, spec: str, path: str) -> ModuleType:
-    """Return the module of the file `path` of `spec`. Raises `ValueError` with `flag` and the
-    problem."""
+    """Import the file `path`, which is a part of `spec`. Raises `ValueError` naming the `flag`."""
     if not path.endswith(".py") or not Path(path).is_file():  # worker processes go by .py too
         form = "the form is path/to/file.py:name"
         raise ValueError(f"{flag} {spec}: no file {path or spec} that ends in .py; {form}")
@@ -37,8 +36,8 @@ def load_user_file(flag: str, spec: str, path: str) -> ModuleType:
 
 @cache
 def warn_of_taken_names(label: str, path: str) -> None:
-    """Print a line for each file beside a user's file that it imports by a name of another module:
-    Python finds the other one, because the folder is the last that is searched."""
+    """Warn of each file beside the user's file that it imports but cannot get: Python has another
+    module of that name and finds it first, because the user's folder is searched last."""
     nodes = [*ast.walk(ast.parse(Path(path).read_bytes()))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]

@@ -1,8 +1,7 @@
-"""What runs in the processes of pool.py: a server that forks itself, and its forks, the workers,
-which answer calls.
+"""What runs in the processes of pool.py: a server, which forks itself, and its forks, the workers.
 
-It runs as a script and imports only the standard library; other imports come from the target, the
-user's function or class."""
+Run as a script, it imports only the standard library, so that a worker starts fast and has nothing
+that the user's code does not import itself."""
 
 import asyncio
 import importlib
@@ -29,22 +28,22 @@ MEMORY_GIB = 4.0  # limit of what a worker allocates after loading the target (L
 
 
 class Result(NamedTuple):
-    """The result of one reward for one completion, or of one call of a user's code."""
+    """The result of a reward for a completion, or of another call of a user's code."""
 
     value: Any = None
     error: str | None = None
-    """one line with the reason why there is no value"""
+    """why there is no value, in one line"""
     timed_out: bool = False
     feedback: str = ""
-    """text about the completion"""
+    """text about the completion; self_distill.py reads it"""
     numbers: dict[str, float] = {}
     """further numbers about the completion, by name"""
 
 
 def serve(control: int, parent: int, target: str, argument: str, shared: bool) -> None:
-    """Fork a worker for each connection that the parent sends through `control`. When the parent
-    closes it or dies, end with all workers and their children."""
-    end_with(parent, signal.SIGKILL)  # the target may hang while it loads
+    """Be the server: fork a worker for each connection that the parent sends through `control`.
+    When the parent closes `control` or dies, end all workers and their children."""
+    end_with(parent, signal.SIGKILL)  # not SIGTERM yet: loading may hang
     orders = socket.socket(fileno=control)
     orders.set_inheritable(False)
     if shared:
@@ -52,7 +51,7 @@ def serve(control: int, parent: int, target: str, argument: str, shared: bool) -
             load(target, argument)
     spared = children()  # the user's file started them
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the file may ignore it
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the user's file may ignore it
     end_with(parent, signal.SIGTERM)
     workers: set[int] = set()
     try:
@@ -69,7 +68,7 @@ def serve(control: int, parent: int, target: str, argument: str, shared: bool) -
         while (workers := running(workers)) and time.monotonic() < until:
             time.sleep(0.01)
     finally:
-        for pid in workers:  # not Linux: `children` finds none
+        for pid in workers:  # elsewhere than on Linux `kill_children` finds none
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
         while kill_children(set()):
@@ -81,15 +80,16 @@ def running(workers: set[int]) -> set[int]:
 
 
 def fork(connection: socket.socket, target: str, argument: str) -> int:
-    """Make a worker, and return its process id."""
+    """Fork a worker that answers calls on this connection, and return its process id."""
     server = os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # it may not raise inside a fork
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # SIGTERM must not raise in a fork
     pid = os.fork()
     if pid:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         return pid
     try:
-        # a process group, to kill it as a whole; and Linux divides a busy CPU among sessions
+        # A new session is also a process group, which can be killed as a whole, and Linux divides a
+        # busy CPU among sessions.
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
@@ -105,12 +105,12 @@ def fork(connection: socket.socket, target: str, argument: str) -> int:
 
 
 def work(connection: socket.socket, target: str, argument: str) -> None:
-    """Send the process id, load the target and say whether that went well. Then answer calls
-    `(method, arguments, seconds)` until the parent closes the connection.
+    """Be a worker. Send the process id, load the target and report whether that succeeded. Then
+    answer calls `(method, arguments, seconds)` until the parent closes the connection.
 
-    If the target is a function, `method` is None and `arguments` are calls of it: several that run
-    together if it is async, else one. If it is a class, one object is made, whose `method` is
-    called, and at the end its `close`, if there is one."""
+    If the target is a function, `method` is None and each of the `arguments` is a call of it; there
+    are several only if it is async, and then they run together. If the target is a class, the
+    worker makes one object of it, calls its `method`, and at the end its `close`, if it has one."""
     reply(connection, os.getpid())
     file = os.path.abspath(target.rpartition(":")[0])
     stream = connection.makefile("rb")
@@ -149,12 +149,13 @@ def work(connection: socket.socket, target: str, argument: str) -> None:
 
 
 def listed(value: object) -> object:
-    """Return the values of a generator or another iterator, which cannot be pickled, as a list."""
+    """Return an iterator, such as a generator, as a list, since it cannot be pickled; others
+    unchanged."""
     return list(value) if isinstance(value, Iterator | ValuesView) else value
 
 
 def reply(connection: socket.socket, *result: object) -> None:
-    """Send the fields of a `Result`."""
+    """Send the fields of a `Result` to the parent."""
     try:
         payload = pickle.dumps(result)
     except BaseException as error:
@@ -163,8 +164,9 @@ def reply(connection: socket.socket, *result: object) -> None:
 
 
 async def together(function, calls: list[tuple], seconds: float, file: str) -> list[tuple]:
-    """Return the fields of a `Result` for each call of an async function. No call costs another
-    its answer: a value that cannot be pickled is an error here, and nobody waits for a cleanup."""
+    """Run calls of an async function together, and return the fields of a `Result` for each. One
+    bad call must not cost the others their answers, so a value that cannot be pickled becomes an
+    error here, and no late call is waited for while it cleans up."""
 
     async def answer(call: tuple) -> tuple:
         try:
@@ -184,7 +186,7 @@ async def together(function, calls: list[tuple], seconds: float, file: str) -> l
 
 
 def one_line(error: BaseException, file: str = "") -> str:
-    """Return an error in one line, with the line of the user's `file` that raised it."""
+    """Return an error in one line, with the line number in the user's `file` that raised it."""
     try:
         text = str(error).strip().partition("\n")[0][:500]
     except BaseException:
@@ -197,8 +199,9 @@ def one_line(error: BaseException, file: str = "") -> str:
 
 @cache
 def load(target: str, argument: str = "null"):
-    """Load the function or class `module:name` or `path/to/file.py:name` once, and call its
-    `prepare`, if it has that. With an `argument` (JSON) return what the function makes of it."""
+    """Load the function or class `module:name` or `path/to/file.py:name`, once, and call its
+    attribute `prepare`, if it has one. With an `argument` (JSON) return what the function makes of
+    it."""
     path, _, name = target.rpartition(":")
     module = load_file(path) if path.endswith(".py") else importlib.import_module(path)
     function = getattr(module, name)
@@ -209,8 +212,8 @@ def load(target: str, argument: str = "null"):
 
 @cache
 def load_file(path: str):
-    """Load a Python file, which may import the files beside it."""
-    path = os.path.abspath(path)  # tracebacks have it too
+    """Import a Python file. It may import the files beside it."""
+    path = os.path.abspath(path)  # `one_line` compares it with tracebacks
     folder = os.path.dirname(path)
     if folder not in sys.path:
         sys.path.append(folder)
@@ -221,20 +224,20 @@ def load_file(path: str):
 
 
 def end_with(parent: int, number: signal.Signals) -> None:
-    """Receive a signal when the parent, or the thread that started this process, ends, and adopt
-    the orphans among its descendants. Linux only."""
+    """Let the kernel signal this process when its parent, or the parent's thread that started it,
+    ends. Also become the parent of orphaned descendants, so that they can be killed. Linux only."""
     if sys.platform == "linux":
         import ctypes
 
         libc = ctypes.CDLL(None)
         libc.prctl(1, number)  # PR_SET_PDEATHSIG
         libc.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-    if os.getppid() != parent:  # the parent had died before
+    if os.getppid() != parent:  # the parent died before prctl
         os._exit(0)
 
 
 def children() -> set[int]:
-    """Return the children of this process. Linux only: elsewhere an empty set."""
+    """Return the process ids of this process's children; always empty if this is not Linux."""
     pids = set()
     with suppress(OSError):  # not Linux, or a thread has ended
         for thread in os.listdir("/proc/self/task"):
@@ -244,8 +247,8 @@ def children() -> set[int]:
 
 
 def kill_children(spared: set[int]) -> set[int]:
-    """Kill and reap the children of this process that are not in `spared`, with their groups.
-    Return them."""
+    """Kill and reap the children of this process that are not in `spared`, each with its process
+    group. Return their process ids."""
     pids = children() - spared
     for pid in pids:
         for kill in (os.killpg, os.kill):
@@ -257,7 +260,7 @@ def kill_children(spared: set[int]) -> set[int]:
 
 
 def limit_memory(gib: float) -> None:
-    """Limit the address space to the present use plus `gib`. Linux only."""
+    """Limit the address space to what is in use now plus `gib`. Linux only."""
     if sys.platform == "linux":
         import resource
 
