@@ -1,2 +1,2 @@
-"""Equations as pure functions of tensors: losses, divergences, advantages, importance weights;
-and their flags."""
+"""Losses, divergences, advantages and importance weights, as pure functions of tensors, and the
+flags that select them."""

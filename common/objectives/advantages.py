@@ -1,10 +1,10 @@
-"""Rewards -> advantages, as pure functions in float64. Equal rewards give exactly zero.
+"""From rewards to advantages, as pure functions in float64. Where all rewards of a group are equal,
+the advantages are exactly zero.
 
-Statistics beyond a group need the groups of *all* ranks. A NaN reward is missing: it is excluded
-from all statistics and has advantage 0.
+Statistics over more than a group need the groups of *all* ranks. A NaN reward is a missing one: it
+is left out of all statistics and gets advantage 0.
 
-Shapes: P prompts, B prompts of all ranks, G samples per prompt, T packed tokens, N sequences.
-"""
+Shapes: P prompts, B prompts of all ranks, G samples per prompt, T packed tokens, N sequences."""
 
 from collections.abc import Callable
 
@@ -18,8 +18,8 @@ ROUNDING = 1e-10  # relative differences below this are none
 
 
 def centre_groups(rewards_PG: Tensor) -> Tensor:
-    """Return r - mean of the group for each completion. Groups with equal rewards, or a single
-    reward, get exactly 0. Shape [P, G], float64."""
+    """Return each completion's reward minus the mean of its group. A group with equal rewards, or
+    with a single one, gets exactly 0. Shape [P, G], float64."""
     rewards_PG = rewards_PG.double()
     valid_PG = ~rewards_PG.isnan()
     mean_P1 = rewards_PG.nansum(-1, keepdim=True) / valid_PG.sum(-1, keepdim=True).clamp(min=1)
@@ -36,8 +36,8 @@ def group_std(rewards_PG: Tensor) -> Tensor:
 
 
 def without_rounding(rewards_PG: Tensor) -> Tensor:
-    """Return rewards to compare within their group, float64: those that differ only by rounding,
-    such as 0.1 + 0.2 and 0.3, are equal."""
+    """Return rewards that can be compared within their group: rewards that differ only by rounding,
+    such as 0.1 + 0.2 and 0.3, become equal. Float64."""
     rewards_PG = rewards_PG.double()
     largest_P1 = rewards_PG.nan_to_num(nan=0.0).abs().amax(-1, keepdim=True)
     step_P1 = (ROUNDING * largest_P1).clamp(min=1e-15)
@@ -45,7 +45,7 @@ def without_rounding(rewards_PG: Tensor) -> Tensor:
 
 
 def unequal(rewards_PG: Tensor) -> Tensor:
-    """Return which groups have at least two different rewards; the others have zero gradient. Bool,
+    """Return which groups have at least two different rewards. Others give no gradient. Bool,
     [P]."""
     rewards_PG = without_rounding(rewards_PG)
     highest_P = rewards_PG.nan_to_num(nan=-torch.inf).amax(-1)
@@ -56,7 +56,8 @@ def unequal(rewards_PG: Tensor) -> Tensor:
 
 
 def group_mean(rewards_BG: Tensor) -> Tensor:
-    """Dr. GRPO (arXiv:2503.20783): r - mean, because the std favours very easy and hard prompts."""
+    """Dr. GRPO (arXiv:2503.20783): r - mean, without division by the std, which would favour
+    prompts that are very easy or very hard."""
     return centre_groups(rewards_BG)
 
 
@@ -86,13 +87,13 @@ def gae(
     rewards_T: Tensor, values_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor,
     gae_lambda: float, gamma: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Return generalised advantage estimates (arXiv:1506.02438 Eq. 16) of the trained tokens of
+    """Return generalised advantage estimates (arXiv:1506.02438 Eq. 16) for the trained tokens of
     each packed sequence.
 
-    delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lambda A_{t+1}, where t + 1 is the
-    sequence's next trained token and V = A = 0 after its last one, also for a truncated sequence.
-    Other tokens (prompts, tool output) are skipped and get 0. `values_T[t]` is the value before
-    targets[t] is emitted. Shape [T], float64, on the device of `mask_T`."""
+    delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lambda A_{t+1}. Here t + 1 is the
+    next trained token of the sequence, and after its last one V = A = 0, also if the sequence was
+    truncated. Other tokens (prompts, tool output) are skipped and get 0. `values_T[t]` is the value
+    before targets[t] is sampled. Shape [T], float64, on the device of `mask_T`."""
     trained = mask_T.cpu().nonzero()[:, 0]  # on the host: a device would wait at every token
     streams = rewards_T.double(), values_T.double(), sequence_ids_T
     tokens = zip(*(x_T.cpu()[trained].tolist() for x_T in streams), strict=True)

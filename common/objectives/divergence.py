@@ -1,13 +1,12 @@
-"""Divergences of a student's next-token distribution pi from its teacher's q.
+"""Divergences between a student's next-token distribution pi and its teacher's q.
 
 A divergence takes log-probs [C, V] and returns its value [C] in nats. In code, p is pi.
 
-Both distributions may be coarsened to K tokens and one more for all other tokens. The divergence is
-then a lower bound of the full one (data processing inequality), and does not depend on the
-distribution over the other tokens.
+Both distributions may be coarsened: K tokens are kept, and all other tokens count as one. The
+divergence is then a lower bound of the full one (data processing inequality), and does not depend
+on how the rest is distributed.
 
-Shapes: C tokens, V vocabulary, K tokens that are kept, S = K + 1, or V if all tokens are kept.
-"""
+Shapes: C tokens, V vocabulary, K tokens that are kept, S = K + 1, or V if all tokens are kept."""
 
 import math
 from collections.abc import Callable
@@ -35,8 +34,7 @@ def forward_kl(logp_CV: Tensor, logq_CV: Tensor) -> Tensor:
 def jsd(logp_CV: Tensor, logq_CV: Tensor, *, b: float = 0.5) -> Tensor:
     """Return b KL(q || m) + (1 - b) KL(pi || m) with m = b q + (1 - b) pi (arXiv:2306.13649 Eq. 1).
 
-    0 < b < 1: as b goes to 0 it approaches b forward_kl, as b goes to 1 (1 - b) reverse_kl.
-    """
+    0 < b < 1. As b goes to 0, this approaches b forward_kl; as b goes to 1, (1 - b) reverse_kl."""
     logm_CV = mixture(logq_CV, logp_CV, b)
     return b * reverse_kl(logq_CV, logm_CV) + (1 - b) * reverse_kl(logp_CV, logm_CV)
 
@@ -53,7 +51,7 @@ DIVERGENCES = {divergence.__name__: divergence for divergence in ALL}
 
 def coarsen(logp_CV: Tensor, tokens_CK: Tensor) -> Tensor:
     """Return the log-probs of K tokens and, if there are others, the log-prob of all others
-    together: [C, S], S = K or K + 1."""
+    together. [C, S] with S = K + 1, or K without others."""
     kept_CK = logp_CV.gather(1, tokens_CK)
     if tokens_CK.shape[1] == logp_CV.shape[1]:
         return kept_CK

@@ -1,5 +1,6 @@
-"""Importance ratios of the updated policy, bounded and clipped; importance weights of samples of
-the engine, whose policy differs numerically from the trainer's and may be stale.
+"""Importance ratios of the updated policy, bounded and clipped, and importance weights for the
+samples of the engine. The engine's policy differs from the trainer's in rounding, and may be some
+steps older.
 
 Shapes: T packed tokens. `mask_T` (bool): trained tokens; `sequence_ids_T` (int64): sequence of each
 token, 0..N-1."""
@@ -27,8 +28,8 @@ def bounded_exp(x: Tensor) -> Tensor:
 
 
 def is_clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Return where the clipped surrogate of PPO has no gradient because the ratio is out of bounds:
-    above 1 + high for A > 0, below 1 - low for A < 0. Bool."""
+    """Return where the clipped surrogate of PPO has no gradient, because the ratio is beyond its
+    bound: above 1 + high for A > 0, below 1 - low for A < 0. Bool."""
     ratio = bounded_exp(log_ratio)
     is_above = (advantages > 0) & (ratio > 1 + high)
     is_below = (advantages < 0) & (ratio < 1 - low)
@@ -42,7 +43,7 @@ Level = Literal["none", "token", "sequence", "token_mask", "sequence_mask"]
 
 
 class Correction(NamedTuple):
-    """Form of the importance weights: `--correction` and the flags that begin with this word."""
+    """How importance weights are computed: `--correction` and `--correction_high`."""
 
     level: Level
     """the ratio of the token, or of its whole completion (sequence); none: all weights are 1"""
@@ -74,8 +75,8 @@ class CorrectionArgs:
         return self
 
     def correction_form(self, by_completion: bool = False) -> Correction:
-        """Return the form of the importance weights, `by_completion` for a loss with one ratio per
-        completion. Raises `ValueError` for a weight per token in such a loss."""
+        """Return how importance weights are computed. `by_completion`: the loss has one ratio per
+        completion; then a weight per token raises `ValueError`."""
         level = self.correction or ("sequence" if by_completion else "token")
         if by_completion and level.startswith("token"):
             advice = level.replace("token", "sequence")
@@ -87,8 +88,8 @@ def importance_weights(
     old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor,
     correction: Correction,
 ) -> Tensor:  # fmt: skip
-    """Return the importance weight of each token, pi_old / pi_engine, bounded: its probability by
-    the trainer over its probability by the engine that sampled it. [T], without gradient."""
+    """Return the importance weight of each token, pi_old / pi_engine, bounded: the trainer's
+    probability of the token over that of the engine that sampled it. [T], without gradient."""
     log_ratio_T = (old_logprobs_T - rollout_logprobs_T).detach()
     if correction.level == "none":
         return torch.ones_like(log_ratio_T)

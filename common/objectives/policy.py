@@ -1,8 +1,8 @@
-"""Policy losses, as a table of functions from `PolicyInputs` to `PolicyLoss`.
+"""Policy losses: functions from `PolicyInputs` to `PolicyLoss`, in the table `POLICY_LOSSES`.
 
-A is the advantage, rho = pi / pi_old the importance ratio of a token, and rho_i the ratio of its
-whole completion, a product over the trained tokens. A completion's numbers are repeated on its
-tokens. Constants that a paper fixes are literals in its function.
+A is the advantage. rho = pi / pi_old is the importance ratio of a token, and rho_i that of its
+whole completion, the product over its trained tokens. A number of a completion is repeated on each
+of its tokens. Constants that a paper fixes are literals in its function.
 
 Shapes: T packed tokens."""
 
@@ -47,7 +47,7 @@ class PolicyLoss(NamedTuple):
 
 
 def reinforce(x: PolicyInputs) -> PolicyLoss:
-    """-A log pi (Williams 1992): unbiased for the first update of a rollout alone."""
+    """-A log pi (Williams 1992). Unbiased only for the first update of a rollout."""
     return weighted(x, torch.ones_like(x.A_T), x.log_rho_T)
 
 
@@ -72,14 +72,14 @@ def gmpo(x: PolicyInputs) -> PolicyLoss:
 
 
 def cispo(x: PolicyInputs) -> PolicyLoss:
-    """arXiv:2506.13585 Eq. 4: -min(rho, 5) A log pi, without gradient of the weight: it clips the
-    weight of the gradient, not the gradient."""
+    """arXiv:2506.13585 Eq. 4: -min(rho, 5) A log pi, without gradient through the weight min(rho,
+    5). Tokens beyond the bound keep a gradient, of bounded weight; PPO would drop it."""
     return weighted(x, bounded_exp(x.log_rho_T).clamp(max=5), x.log_rho_T)
 
 
 def dppo(x: PolicyInputs) -> PolicyLoss:
-    """arXiv:2602.04879: -min(rho, 10) A log pi, without gradient of the weight, and 0 where the
-    probability of the token has moved by more than 0.15 (total variation) towards A."""
+    """arXiv:2602.04879: -min(rho, 10) A log pi, without gradient through the weight; 0 where the
+    token's probability has moved by more than 0.15 (total variation) in the direction of A."""
     distance_T = (x.logprobs_T.exp() - x.old_logprobs_T.exp()).abs()
     stopped_T = (distance_T > 0.15) & (x.log_rho_T * x.A_T > 0)
     weights_T = bounded_exp(x.log_rho_T).clamp(max=10)  # as in the code of the authors
@@ -96,15 +96,15 @@ def sapo(x: PolicyInputs) -> PolicyLoss:
 
 
 def topr(x: PolicyInputs) -> PolicyLoss:
-    """arXiv:2503.14286 Eq. 8: -A log pi, times min(rho_i, 1) without gradient for A < 0: it
-    truncates the ratio of bad completions and ignores the ratio of good ones."""
+    """arXiv:2503.14286 Eq. 8: -A log pi, for A < 0 times min(rho_i, 1) without gradient. The ratio
+    limits the push away from bad completions; that of good ones is ignored."""
     log_rho_T = sequence_sum(x.log_rho_T, x.mask_T, x.sequence_ids_T)
     weights_T = torch.where(x.A_T < 0, bounded_exp(log_rho_T).clamp(max=1), 1.0)
     return weighted(x, weights_T, log_rho_T)
 
 
 def weighted(x: PolicyInputs, weights_T: Tensor, log_ratio_T: Tensor) -> PolicyLoss:
-    """Return -w A log pi, without gradient of the weights."""
+    """Return -w A log pi, without gradient through the weights w."""
     loss_T = weights_T.detach() * (-x.A_T * x.logprobs_T)
     return PolicyLoss(loss_T, bounded_exp(log_ratio_T), torch.zeros_like(x.mask_T))
 

@@ -1,5 +1,5 @@
-"""Objectives of preference learning besides DPO, which dpo.py and online_dpo.py state themselves:
-one value per pair, float64.
+"""The preference losses besides DPO, which dpo.py and online_dpo.py write out themselves. Each
+gives one value per pair, in float64.
 
 Log-probs are sums over the tokens of a completion, in nats. Notation: lc, lr are the log-ratios of
 chosen and rejected to the reference, pc, pr the policy's log-probs, nc, nr the lengths in tokens,
@@ -8,8 +8,7 @@ the identity by default.
 
 `READS` names the flags of each objective.
 
-Shapes: N pairs.
-"""
+Shapes: N pairs."""
 
 import math
 from dataclasses import dataclass
@@ -30,8 +29,8 @@ SIMPO_GAMMA = 0.5  # margin by which the chosen reward should exceed the rejecte
 
 @dataclass
 class Pairs:
-    """Inputs of the objectives for N pairs: [N] each, float64. Log-probs are sums over the
-    completion, in nats; 0 for a missing reference."""
+    """Inputs of the objectives for N pairs, [N] each, float64. Log-probs are sums over the
+    completion, in nats. Without a reference model its log-probs are 0."""
 
     chosen_logps: Tensor
     rejected_logps: Tensor
@@ -58,9 +57,9 @@ class Pairs:
 
 
 def f(u: Tensor, f_divergence: FDivergence) -> Tensor:
-    """Return the derivative of the divergence's generator at the log-ratio u, up to constants that
-    cancel (arXiv:2309.16240): reverse_kl u; forward_kl 1 - exp(-u); js log 2 + log sigma(u); alpha
-    (exp(a u) - 1) / a with a = -1/2."""
+    """Return f(u) for the log-ratio u, up to constants that cancel: the derivative of the
+    divergence's generator (arXiv:2309.16240). reverse_kl: u; forward_kl: 1 - exp(-u); js: log 2 +
+    log sigma(u); alpha: (exp(a u) - 1) / a with a = -1/2."""
     match f_divergence:
         case "js":
             return math.log(2) + logsigmoid(u)
@@ -97,7 +96,8 @@ PER_TOKEN = {"ipo", "sigmoid_norm", "simpo", "orpo"}  # implicit reward per toke
 def preference_loss(
     name: str, p: Pairs, *, beta: float, label_smoothing: float, f_divergence: FDivergence
 ) -> Tensor:
-    """Return the objective `name` of each pair, [N], float64; sigmoid, DPO's own, is in dpo.py."""
+    """Return the objective `name` of each pair, [N], float64. DPO's own, `sigmoid`, is in
+    dpo.py."""
     z = beta * (f(p.lc, f_divergence) - f(p.lr, f_divergence))
     rc = beta * p.lc
     rr = beta * p.lr
@@ -142,16 +142,16 @@ def preference_loss(
 
 
 def _log_odds(mean_p: Tensor) -> Tensor:
-    """Return log P / (1 - P) with log P = mean_p. P stays 1e-9 below 1, where the odds are
+    """Return log P / (1 - P) with log P = mean_p. P is kept 1e-9 below 1, where odds are
     infinite."""
     mean_p = mean_p.clamp(max=-1e-9)
     return mean_p - torch.log(-torch.expm1(mean_p))
 
 
 def implicit_rewards(name: str, pairs: Pairs, beta: float) -> tuple[Tensor, Tensor]:
-    """Return the implicit rewards of chosen and rejected by the objective `name`: beta times the
-    log-ratio to the reference, or times the log-prob if it has none; per token, or summed. [N]
-    each, without gradient."""
+    """Return the implicit rewards of chosen and rejected under the objective `name`: beta times the
+    log-ratio to the reference, or beta times the log-prob for objectives without a reference;
+    divided by the length if the objective is per token. [N] each, without gradient."""
     without = name in REFERENCE_FREE
     chosen = pairs.chosen_logps if without else pairs.lc
     rejected = pairs.rejected_logps if without else pairs.lr
@@ -162,7 +162,7 @@ def implicit_rewards(name: str, pairs: Pairs, beta: float) -> tuple[Tensor, Tens
 
 
 def needed_by_loss(flag: str) -> Needs:
-    """Return the condition that one of the losses reads a flag."""
+    """Return the condition that a flag is read by one of the losses."""
     return Needs(loss=tuple(name for name, flags in READS.items() if flag in flags))
 
 

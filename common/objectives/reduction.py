@@ -1,5 +1,5 @@
-"""Sums and means over the trained tokens of each packed sequence, and the weights of tokens in a
-loss.
+"""Sums and means over the trained tokens of each packed sequence, and the weight of each token in
+the loss.
 
 Shapes: T packed tokens. `mask_T` (bool): trained tokens; `sequence_ids_T` (int64): the sequence of
 each token."""
