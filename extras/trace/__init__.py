@@ -1,1 +1,1 @@
-"""Traces of single steps, and what reads them: viewer, doctor, replay."""
+"""Traces of single training steps, and the programs that read them: viewer, doctor, replay."""

@@ -1,10 +1,10 @@
-"""Say what is wrong with a run, finished or running.
+"""Say what is wrong with a run, finished or still running.
 
     python extras/trace/doctor.py runs/demo/grpo
 
-Twelve rules read metrics.jsonl and args.yaml. A rule looks at metrics, whichever script logged
-them, and is not checked if they are missing. "At the start" and "at the end" are means over the
-first and the last third of the steps."""
+Twelve rules read metrics.jsonl and args.yaml. A rule looks only at metrics, whichever script logged
+them; if a run lacks them, the rule is not checked. "At the start" and "at the end" are means over
+the first and the last third of the steps."""
 
 import math
 import sys
@@ -19,11 +19,11 @@ from common.config.options import Options
 from common.metrics.runs import Run, read_run
 from common.parallel.process import counted, print_any_text, visible
 
-LEAST = 10  # steps below which a mean over a third of them says nothing
+LEAST = 10  # with fewer steps a mean over a third of them says nothing
 
 
 class Missing(Exception):
-    """The run lacks a metric that a rule reads, or has too few steps."""
+    """The run lacks a metric that a rule reads, or has too few steps for it."""
 
 
 def curve(run: Run, name: str, least: int = LEAST) -> list[float]:
@@ -45,7 +45,7 @@ def late(run: Run, name: str, least: int = LEAST) -> float:
 
 
 def reward_falls(run: Run) -> bool:
-    """Return whether the reward at the end is below that at the start by more than 5% of it."""
+    """Return whether the reward at the end is more than 5% below that at the start."""
     before = early(run, "reward")
     return late(run, "reward") < before - 0.05 * abs(before)
 
@@ -190,7 +190,7 @@ RULES = (
 
 
 def examine(run: Run) -> dict[Callable, str | None]:
-    """Return what each rule saw that applies to the run, None if all is well."""
+    """Return, for each rule that applies to the run, what it saw: None if all is well."""
     seen = {}
     for rule in RULES:
         try:

@@ -1,4 +1,4 @@
-"""File of a trace: a gzip file of JSON lines, a header and then a line for each group."""
+"""The file of a trace, `trace/step_<n>.jsonl.gz`: a header, then one line for each group."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ def write(path: Path, lines: list[dict]) -> None:
 
 
 def read(path: Path) -> list[dict]:
-    """Return the header and the groups of a trace. Raises `ValueError` if it is damaged or has
+    """Return the header and the groups of a trace. Raises `ValueError` if it is damaged or of
     another schema."""
     try:
         if not path.is_file():

@@ -1,4 +1,4 @@
-"""Images as data URLs, for pages."""
+"""Images as small data URLs, for the viewer's page."""
 
 import base64
 import io
@@ -14,8 +14,8 @@ EDGE = 384  # longest edge, in pixels
 
 
 def pictures_of(images: dict[str, str]) -> dict[str, dict]:
-    """Return the picture of each image, by the digest of its content, as `url`; what is wrong with
-    it as `problem`. `images`: files by digest."""
+    """Return what the page shows for each image: its picture as `url`, or what is wrong as
+    `problem`. `images` and the result have the digest of the content as key."""
     found = {}
     for expected, file in images.items():
         try:
@@ -26,8 +26,8 @@ def pictures_of(images: dict[str, str]) -> dict[str, dict]:
 
 
 def _url(file: str, expected: str) -> str:
-    """Return a small picture of an image. The run may come from somebody else: what the file is,
-    is looked at before it is read, and its digest before it is decoded."""
+    """Return a small picture of an image. The run may come from somebody else, so the file must be
+    a regular one before it is read, and have the `expected` digest before it is decoded."""
     with readable(file):
         if not stat.S_ISREG(os.stat(file).st_mode):
             raise ValueError("no regular file")

@@ -1,14 +1,14 @@
-"""Run a step of a run again, exactly or with changed flags.
+"""Run one step of a run again, exactly or with changed flags.
 
     python extras/trace/replay.py runs/demo/grpo --step 132
     python extras/trace/replay.py runs/demo/grpo --step 132 --advantage group_ratio
     python extras/trace/replay.py runs/demo/grpo --step 132 --pack step.zip
     python extras/trace/replay.py step.zip     # computes a packed step again, without the run
 
-The script itself repeats the steps from the newest checkpoint before the step, or from the start of
-the run, on as many ranks. It writes metrics, traces and a log to `RUN/replay/`. The weights after
-the step are compared with those of the run. Changed flags hold in this step alone: a second replay
-starts from the weights before it."""
+The run's own script starts at the newest checkpoint before the step, on as many ranks, and repeats
+all steps up to it. Metrics, traces and a log go to `RUN/replay/`. The weights after the step are
+compared with those of the run. Changed flags apply to this step alone: a second replay, which
+starts from the weights right before it, has them."""
 
 import importlib.util
 import math
@@ -38,7 +38,7 @@ from common.train.run_folder import unlock
 from extras.trace import file as trace_file
 from extras.trace import step as packed
 
-# Beginnings of metrics that measure the machine.
+# Metrics that begin like this measure the machine, so a replay has other values.
 OF_THE_MACHINE = ("time/", "speed/", "idle/", "memory/", "engine/", "tokens_per_second")
 REPLACED = dict(resume="auto", log_to=[], dry_run=False, trace_every=1)
 
@@ -47,7 +47,7 @@ REPLACED = dict(resume="auto", log_to=[], dry_run=False, trace_every=1)
 
 
 class ReplayRun(Run):
-    """Run that ends after the replayed step. It saves only before that step."""
+    """A `Run` that ends after the replayed step, and saves only right before it."""
 
     replayed = 1  # counted from 1
 
@@ -64,7 +64,7 @@ class ReplayRun(Run):
             self.total_steps = self.replayed
 
     def _save(self) -> None:
-        """Save none of the checkpoints of the run."""
+        """Skip the checkpoints that the run itself would save."""
 
     def end(self, summary: str = "") -> None:
         self.logger.close()
@@ -79,7 +79,7 @@ def load_script(path: str) -> ModuleType:
 
 
 def work(script: str, step: str, *words: str) -> None:
-    """Replay on this rank with the flags in `words`."""
+    """Replay the step on this rank, with the flags in `words`."""
     module = load_script(script)
     ReplayRun.replayed = int(step)
     module.Run = ReplayRun
@@ -91,7 +91,7 @@ def work(script: str, step: str, *words: str) -> None:
 
 
 def launch(ranks: int, log: Path, *words: str) -> None:
-    """Start the ranks, and write their output to `log`. Raises `ValueError` if they fail."""
+    """Start the ranks, write their output to `log` and wait. Raises `ValueError` if they fail."""
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks))
     with log.open("w") as file:
         done = subprocess.run(
@@ -106,7 +106,7 @@ def launch(ranks: int, log: Path, *words: str) -> None:
 def repeat(
     run: Path, step: int, folder: Path, script: str, ranks: int, words: list[str], packs=False
 ) -> None:
-    """Repeat `run` up to this step in a new `folder`, with its flags and those in `words`."""
+    """Repeat `run` up to this step in a new `folder`. Flags in `words` replace the run's own."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / packed.PARTS if packs else folder).mkdir(parents=True)
     saved = checkpoints_in(run / "checkpoints")  # newest first
@@ -116,16 +116,15 @@ def repeat(
         shutil.copy(run / "metrics.jsonl", folder)
     print(f"{folder}: from {before[0] if before else 'the start of the run'}", flush=True)
     flags = yaml.load((run / "args.yaml").read_text(), TreeLoader) | REPLACED
-    flags.pop("preset", None)  # the flags that it sets are there
+    flags.pop("preset", None)  # args.yaml has the flags that it sets
     config = folder / "replay.yaml"
     config.write_text(yaml.safe_dump(flags | dict(output_dir=str(folder))))
-    ranks += flags.get("rollout_ranks", 0)  # only the others have a trace
+    ranks += flags.get("rollout_ranks", 0)  # rollout ranks have no trace
     launch(ranks, folder / "log.txt", script, str(step), "--config", str(config), *words)
 
 
 def row_of(folder: Path, step: int) -> dict[str, float]:
-    """Return the metrics of a step, without those of the machine. Raises `ValueError` if the run
-    has no such step."""
+    """Return a step's metrics, except those of the machine. Raises `ValueError` if it has none."""
     for row in read_metrics(folder / "metrics.jsonl"):
         if row["step"] == step:
             return {name: x for name, x in row.items() if not name.startswith(OF_THE_MACHINE)}
@@ -133,14 +132,14 @@ def row_of(folder: Path, step: int) -> dict[str, float]:
 
 
 def weights_of(folder: Path, step: int) -> list | None:
-    """Return the hashes of the weights after a step; None without a trace of it."""
+    """Return the hashes of the weights after a step, or None if the step was not traced."""
     path = folder / "trace" / f"step_{step:06}.jsonl.gz"
     return trace_file.read(path)[0]["weights"] if path.is_file() else None
 
 
 def replay(run: Path, step: int, words: list[str], pack: Path | None = None) -> None:
-    """Replay a step exactly, `pack` it and then, if there are changed flags in `words`, replay it
-    with these."""
+    """Replay a step exactly. Then write it to the file `pack`, if given, and if `words` has changed
+    flags, replay the step once more with these."""
     if not (run / "args.yaml").is_file():
         raise ValueError(f"{run}: no args.yaml; name the --output_dir of a training run")
     script = (run / "args.yaml").read_text(encoding="utf-8").split("\n")[0].removeprefix("# ")

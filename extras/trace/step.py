@@ -1,8 +1,8 @@
-"""A step in a file: what replay.py packs, and how anybody computes it again without the run.
+"""A step in a file: what replay.py packs, and how others compute it again without the run.
 
-A step.zip has neither pickles nor code: who opens it runs the functions of their own scripts.
-step.json has flags, micro-batches, the gradient of the first update, and the rows with the texts
-that rewards read; trace.jsonl all groups, with all digits; hf/ the weights before the step."""
+A step.zip has neither pickles nor code, so who opens it runs only functions of their own scripts.
+step.json has flags, micro-batches, the gradient of the first update, and the rows and texts that
+rewards read. trace.jsonl has all groups, with all digits, and hf/ the weights before the step."""
 
 import importlib
 import inspect
@@ -42,16 +42,17 @@ from extras.trace import file as trace_file
 from extras.trace import trace
 
 SCRIPTS = ("grpo", "dapo")
-PARTS = "step"  # folder in that of the replay
+PARTS = "step"  # subfolder of the replay's folder
 WEIGHTS = "hf/model.safetensors"
 NAMES = ("step.json", "trace.jsonl", "metrics.jsonl", "hf/config.json", WEIGHTS)
 LARGEST, LARGEST_MODEL = 2**28, 10**8  # bytes of all parts, and of the weights
 MOST_LAYERS = 1000
-# Rewards that are computed again: `code`, or a user's, would run what the sender wrote.
+# Only these rewards are computed again: `code` or a user's function would run what the sender
+# wrote.
 SAFE = {*REWARDS, "math", "countdown", "choice", "stated", "ifeval"}
 STREAMS = "logprobs entropy old_logprobs rollout_logprobs ref_logprobs advantages".split()
-ROUNDING = 1e-5  # a difference below this share of the largest number is none
-EXACT = 17  # digits of a number that is read as it was
+ROUNDING = 1e-5  # differences below this share of the largest number do not count
+EXACT = 17  # digits with which a number is read back exactly
 CPU = torch.device("cpu")
 
 
@@ -60,8 +61,8 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def recorded(run: Run, parts: Path) -> Iterator[None]:
-    """Write to `parts` what a replay has beside its trace: before the step its weights, after the
-    updates the rest. Collective."""
+    """Write to the folder `parts` what a packed step needs beside the trace: the weights before the
+    step, and everything else after its updates. Collective."""
     trace.GROUPS, trace.DIGITS = sys.maxsize, EXACT
     args, model = run.args, run.models[0]
     is_small = 4 * sum(p.numel() for p in model.parameters()) <= LARGEST_MODEL
@@ -101,8 +102,8 @@ def recorded(run: Run, parts: Path) -> Iterator[None]:
 
 
 def gradient_of(model: nn.Module) -> dict[str, float]:
-    """Return the norm and the sum of the gradient of each parameter. Collective."""
-    scale = 1.0 if model.loss_scale is None else model.loss_scale[0].item()  # of float16
+    """Return the norm and the sum of each parameter's gradient. Collective."""
+    scale = 1.0 if model.loss_scale is None else model.loss_scale[0].item()  # of --dtype float16
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     gradients = {name: whole(x).double() / scale for name, x in gradients.items()}
     sums = {f"sum of {name}": x.sum().item() for name, x in gradients.items()}
@@ -110,7 +111,7 @@ def gradient_of(model: nn.Module) -> dict[str, float]:
 
 
 def pack(folder: Path, step: int, out: Path) -> None:
-    """Pack what the replay in `folder` has written."""
+    """Pack what the replay in `folder` has written into the file `out`."""
     parts = folder / PARTS
     lines = trace_file.read(folder / "trace" / f"step_{step:06}.jsonl.gz")
     (parts / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -125,8 +126,8 @@ def pack(folder: Path, step: int, out: Path) -> None:
 
 
 def unpack(path: Path, folder: Path) -> tuple[dict, list[dict]]:
-    """Write a step to a new `folder` in the form of a run; return step.json and the groups. Raises
-    `ValueError` for any other file; it writes nothing of one with other parts."""
+    """Extract a packed step into a new `folder`, which looks like a run's; return step.json and the
+    groups. Raises `ValueError` for other files, before it extracts any part of an unknown name."""
     with named_errors(f"{path}: no packed step"), zipfile.ZipFile(path) as file:
         members = file.infolist()
         if wrong := [x.filename for x in members if x.filename not in NAMES]:
@@ -149,7 +150,7 @@ Number = tuple[str, str, float | None, float | None]  # quantity; place; in the 
 
 
 def check(path: Path) -> int:
-    """Compute a packed step again, print what differs, and return the exit status."""
+    """Compute a packed step again and print what differs. Return the exit status of the program."""
     found = defaultdict(list)
     with TemporaryDirectory() as temporary:
         about, groups = unpack(path, folder := Path(temporary, "step"))
@@ -167,7 +168,7 @@ def check(path: Path) -> int:
 
 
 def verdict(quantity: str, numbers: list) -> str:
-    """Say whether a quantity differs, by how much, and where first."""
+    """Return a line about a quantity: whether it differs, by how much, and where first."""
     largest = max((abs(x) for _, x, _ in numbers if x is not None), default=0.0)
     apart = [(math.inf if None in (x, y) else abs(x - y), p, x, y) for p, x, y in numbers if x != y]
     wrong = [each for each in apart if each[0] > ROUNDING * largest]
@@ -180,7 +181,7 @@ def verdict(quantity: str, numbers: list) -> str:
 
 
 def computed(about: dict, groups: list[dict], hf: Path | None) -> Iterator[Number]:
-    """Compute each quantity of a step from other numbers of the file, whose model is in `hf`."""
+    """Compute each quantity of a step from other numbers of the file and its model in `hf`."""
     if about["script"] not in SCRIPTS:
         raise ValueError("its script is unknown")
     trace.DIGITS = EXACT
@@ -212,7 +213,7 @@ def computed(about: dict, groups: list[dict], hf: Path | None) -> Iterator[Numbe
 
 
 def samples_of(group: dict, row: dict) -> Group:
-    """Return a group as the script had it, and name the places of its completions."""
+    """Return a group of completions as the script had it, and give each the name of its `place`."""
     samples = []
     for g, (c, text) in enumerate(zip(group["completions"], row["texts"], strict=True)):
         c["place"] = f"group {group['group']}, completion {g}"
@@ -223,9 +224,9 @@ def samples_of(group: dict, row: dict) -> Group:
 
 
 def advantages(groups: list[dict], samples: list[Group], args, script: ModuleType) -> Tensor:
-    """Return the advantages by the rewards of the file, [B, G]."""
+    """Return the advantages that follow from the rewards in the file, [B, G]."""
     rewards = [[c["reward"] for c in group["completions"]] for group in groups]
-    scores_BG = torch.from_numpy(np.array(rewards, np.float64))  # None: NaN
+    scores_BG = torch.from_numpy(np.array(rewards, np.float64))  # None becomes NaN
     scores_BG += truncation_penalties(samples, args.missing_eos_penalty)
     if script.__name__ == "grpo":
         return script.ADVANTAGES[args.advantage](scores_BG)
@@ -233,18 +234,18 @@ def advantages(groups: list[dict], samples: list[Group], args, script: ModuleTyp
 
 
 def of_completions(name: str, x_PG: Tensor, completions: list[dict]) -> Iterator[Number]:
-    """Yield the numbers of completions; no rewards that failed, no advantages without an update."""
+    """Yield the numbers of completions, except failed rewards and advantages of no update."""
     for c, x in zip(completions, trace.all_rounded(x_PG.flatten()), strict=True):
         if c["updates"] if name == "advantage" else c[name] is not None:
             yield name, c["place"], c[name], x
 
 
-# With what the file has of each completion in it. Its lists begin with the first trained token.
+# A micro-batch and what the file has about each completion in it, from its first trained token on.
 MicroBatch = tuple[PackedBatch, list[dict]]
 
 
 def micro_batches(packs: list[dict], completions: list[dict]) -> dict[int, list[MicroBatch]]:
-    """Return by update the micro-batches of all ranks, as they had them."""
+    """Return the micro-batches of all ranks, by the number of the update, packed as they were."""
     known = {}
     for c in completions:
         for u in c["updates"]:
@@ -266,8 +267,8 @@ def micro_batches(packs: list[dict], completions: list[dict]) -> dict[int, list[
 def of_tokens(
     mbs: list[MicroBatch], policy: PackedModel | None, args, script: ModuleType
 ) -> Iterator[Number]:
-    """Yield the numbers of the tokens of an update: losses, and log-probs of a policy, which then
-    has the gradient."""
+    """Yield the numbers of the tokens of an update: losses and, if there is a `policy`, its
+    log-probs. The policy then has the gradient of the update."""
     num_tokens, num_sequences = count_trained([mb for mb, _ in mbs])
     names = inspect.signature(script.loss).parameters
     for mb, completions in mbs:

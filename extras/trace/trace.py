@@ -1,12 +1,11 @@
-"""Trace of a step: the numbers of its update, token by token, in `trace/step_<n>.jsonl.gz`
-(extras/trace/README.md).
+"""The trace of a step (extras/trace/README.md): the numbers of its update, token by token.
 
-A trace computes nothing that the step does not compute: models hand over their outputs
+Tracing computes nothing that the step does not compute: models hand over their outputs
 (`PackedModel.watch`), and the meter hands over the values that the script logs. Tensors stay on the
-device until the end of the step.
+device until the end of the step. The file is `trace/step_<n>.jsonl.gz`.
 
 Shapes: T tokens and N samples of a micro-batch. A group has the completions of a prompt, a pair, or
-one row of data."""
+one row."""
 
 import math
 from collections import defaultdict
@@ -31,10 +30,10 @@ from common.packs.sample import Completion, Group, Sample
 from common.parallel import distributed
 from extras.trace.file import SCHEMA, write
 
-GROUPS = 4  # traced in a step
-DIGITS = 7  # of a number
+GROUPS = 4  # groups of a step that are traced
+DIGITS = 7  # significant digits of a number
 
-# Streams of a micro-batch that all updates of a step read.
+# Streams of a micro-batch that are the same in all updates of a step.
 FIXED = (
     "rollout_logprobs", "versions", "old_logprobs", "ref_logprobs",
     "advantages", "importance", "values", "returns", "loss_mask",
@@ -43,8 +42,7 @@ FIXED = (
 
 @dataclass
 class Forward:
-    """A forward with a graph, its backward, and the values that the script logs between it and the
-    next forward."""
+    """A forward with a graph, its backward, and what the script logs before the next forward."""
 
     update: int  # number of earlier optimizer steps in this step
     mb: PackedBatch
@@ -59,8 +57,7 @@ class Forward:
         return max((self.mb.num_samples // length for length in lengths), default=1)
 
     def share(self, n: int) -> float:
-        """Return what sample n adds to the loss. The share of a pair counts for its first
-        sample."""
+        """Return how much sample n adds to the loss. A pair counts for its first sample."""
         total = 0.0
         if "share" in self.tokens:
             start, end = self.mb.offsets[n : n + 2]
@@ -71,12 +68,12 @@ class Forward:
         return total
 
 
-# Place of a sample: number of the forward in this step, and index among the samples of all ranks.
+# Where a sample was trained: number of the forward in this step, index among all ranks' samples.
 Place = tuple[int, int]
 
 
 class Share(NamedTuple):
-    """Share of a sample in the loss of a forward."""
+    """What a sample adds to the loss in one forward."""
 
     update: int
     loss: float
@@ -85,7 +82,7 @@ class Share(NamedTuple):
 
 @dataclass
 class Traced:
-    """A sample of the step that this rank gave to the packer."""
+    """A sample that this rank gave to the packer in this step."""
 
     sample: Sample
     known: dict[str, float]  # reward, its parts, advantage
@@ -93,13 +90,13 @@ class Traced:
 
     @property
     def start(self) -> int:
-        """Index of the first trained token."""
+        """The index of the first trained token."""
         mask = self.sample.loss_mask
         return next((i for i, trained in enumerate(mask) if trained and i), len(mask))
 
 
 class Trace:
-    """Trace of the steps that `--trace_every` selects; nothing in other steps."""
+    """Traces the steps that `--trace_every` selects. `Run` calls `begin` and `end`."""
 
     def __init__(
         self, args: TrainArgs, models: Sequence[PackedModel], optimizer: Optimizer, tokenizer
@@ -110,7 +107,7 @@ class Trace:
         self.on = False
         self.updates = 0
         self.forwards: list[Forward] = []
-        # by position in the step
+        # position in the step -> its completions, each with numbers by name
         self.sampled: dict[int, list[tuple[Completion, dict[str, float]]]] = {}
         optimizer.register_step_post_hook(self._count)
 
@@ -118,7 +115,7 @@ class Trace:
         self.updates += 1
 
     def begin(self, step: int, last: bool) -> None:
-        """Begin step number `step`, counted from 1; `last`: of the run."""
+        """Begin step number `step`, counted from 1; trace it if selected. `last`: of the run."""
         every = self.args.trace_every
         self.on = every > 0 and (step % every == 0 or step == 1 or last)
         self.updates = 0
@@ -128,7 +125,7 @@ class Trace:
             model.watch = self._see if self.on else None
 
     def _see(self, mb: PackedBatch, output: TokenStats | Comparison | Tensor, scale: float) -> None:
-        if isinstance(output, Tensor):  # of a value or reward model
+        if isinstance(output, Tensor):  # from a value or reward model
             outputs = dict(value=output)
         else:
             outputs = dict(logprobs=output.logprobs_T, entropy=output.entropy_T)
@@ -144,7 +141,7 @@ class Trace:
     def keep(
         self, mb: PackedBatch, values_T: dict[str, Tensor], values_N: dict[str, Tensor]
     ) -> None:
-        """Keep values of the tokens of a micro-batch, and of its samples or pairs."""
+        """Keep what the script logs of a micro-batch: values of tokens, and of samples or pairs."""
         if self.on:
             if not any(forward.mb is mb for forward in self.forwards):
                 self.forwards.append(Forward(self.updates, mb, {}))  # changed after its forward
@@ -155,8 +152,8 @@ class Trace:
     def add_groups(
         self, groups: list[Group], positions: Sequence[int], columns_PG: dict[str, Tensor]
     ) -> None:
-        """Keep this rank's groups with their positions in the step, and named numbers of each
-        completion."""
+        """Keep this rank's groups, their positions in the step, and named numbers of
+        completions."""
         if not self.on:
             return
         columns = {name: x_PG.tolist() for name, x_PG in columns_PG.items()}
@@ -193,7 +190,7 @@ class Trace:
     # update on the rank that trained on them
 
     def _shares(self) -> dict[Place, Share]:
-        """Return the shares of the samples that this rank trained on."""
+        """Return what each sample that this rank trained on adds to the loss."""
         shares = {}
         for k, forward in enumerate(self.forwards):
             for n, index in enumerate(forward.mb.index_N.tolist()):
@@ -202,9 +199,10 @@ class Trace:
         return shares
 
     def _groups(self, shares: dict[Place, Share]) -> tuple[dict[int, list[Traced]], bool]:
-        """Return this rank's groups by position in the step, and whether all have rewards: groups
-        of completions, then rows of data or pairs. A packed sample may be a copy of a completion
-        with another mask, but its list of ids is that of the completion. Collective."""
+        """Return this rank's groups by position in the step, and whether all of them have rewards.
+        Groups of completions come first, then rows of data or pairs. A packed sample may be a copy
+        of a completion with another mask; it is recognised by its list of ids, which is the same
+        object. Collective."""
         own_samples = [
             (place, sample)
             for k, forward in enumerate(self.forwards)
@@ -221,7 +219,7 @@ class Trace:
         first = int(distributed.all_sum(len(groups)))
         rows: dict[int, dict[int, Traced]] = defaultdict(dict)
         for (k, index), sample in own_samples:
-            if id(sample.ids) in shares_of_ids:  # none of the completions
+            if id(sample.ids) in shares_of_ids:  # it belongs to no completion
                 i, g = divmod(index, shares[k, index].samples_per_row)
                 traced = rows[first + i].setdefault(g, Traced(sample, {}, {}))
                 traced.shares[k, index] = shares[k, index]
@@ -229,8 +227,7 @@ class Trace:
         return groups, not distributed.all_sum(len(rows))
 
     def _numbers(self, traced: list[Traced]) -> dict[Place, dict]:
-        """Return the numbers of the update for the samples that all ranks trace, by place.
-        Collective."""
+        """Return the update's numbers of all samples that ranks trace, by place. Collective."""
         wanted = {}
         for sample in traced:
             wanted |= dict.fromkeys(sample.shares, (sample.start, [*sample.sample.streams]))
@@ -251,8 +248,7 @@ class Trace:
         return dict(group=position, chosen=chosen, prompt=text, completions=completions)
 
     def _completion(self, traced: Traced, numbers: dict[Place, dict]) -> dict:
-        """Return all that is known of a sample. Lists of tokens begin with the first trained
-        one."""
+        """Return all that is known of a sample. Lists of tokens begin at the first trained one."""
         sample = traced.sample
         known = {name: rounded(x) for name, x in traced.known.items()}
         if isinstance(sample, Completion):
@@ -275,8 +271,8 @@ class Trace:
 
 
 def _numbers_of(forward: Forward, n: int, start: int, streams: list[str]) -> dict[str, dict]:
-    """Return the streams that all updates read, and those of this forward and its backward, of
-    sample n from its id `start` on. `streams`: names of the script's own."""
+    """Return the numbers of sample n from its id `start` on: `fixed` ones, which all updates read,
+    and those of this forward and its backward. `streams`: names of the script's own streams."""
     mb = forward.mb
     # Streams are aligned with ids[1:].
     token_slice = slice(mb.offsets[n] + start - 1, mb.offsets[n + 1])
@@ -284,7 +280,7 @@ def _numbers_of(forward: Forward, n: int, start: int, streams: list[str]) -> dic
     tokens_T = forward.outputs | forward.tokens
     for name, x_T in forward.outputs.items():
         if x_T.retains_grad and x_T.grad is not None:
-            # The scripts multiply by the number of ranks, the model by its loss scale.
+            # The scripts multiply the loss by the number of ranks, and the model by its loss scale.
             tokens_T[f"{name}_gradient"] = x_T.grad / distributed.world_size() / forward.scale
     update = {name: all_rounded(x_T[token_slice]) for name, x_T in tokens_T.items()}
     row, index_in_row = divmod(n, forward.samples_per_row)
@@ -297,7 +293,8 @@ def _numbers_of(forward: Forward, n: int, start: int, streams: list[str]) -> dic
 
 
 def _value(group: list[Traced], by_reward: bool) -> tuple[float, float]:
-    """Return the mean and the spread of the rewards of a group, or minus its loss, and its loss."""
+    """Return how good and how disputed a group is: mean and spread of its rewards, or -loss and
+    loss."""
     if by_reward:
         rewards = [0.0 if math.isnan(r := traced.known["reward"]) else r for traced in group]
         return fmean(rewards), pstdev(rewards)
@@ -306,8 +303,8 @@ def _value(group: list[Traced], by_reward: bool) -> tuple[float, float]:
 
 
 def choose(values: dict[int, tuple[float, float]], count: int) -> dict[int, list[str]]:
-    """Return the positions of `count` groups, with the reasons: the first, the last, the best and
-    the most disputed, then others by dispute. `values`: how good and how disputed each group is."""
+    """Choose `count` groups to trace. Return their positions, each with the reasons: the first, the
+    last, the best, the most disputed; others by dispute. `values`: (how good, how disputed)."""
     if not values:
         return {}
     by_dispute = sorted(values, key=lambda i: (-values[i][1], i))

@@ -4,9 +4,8 @@
     python extras/trace/view.py runs/a runs/b --out pair.html
     python extras/trace/view.py step.zip                        # a step that replay.py packed
 
-The page is one file that opens without a network. It holds the traces as they are on disk,
-compressed, and reads the trace of a step when that step is shown. page/ has its source, without
-framework or build step."""
+The page is one file that needs no network. It holds the compressed traces, and unpacks the trace of
+a step only when the step is shown. Its source is in page/, without a framework or a build step."""
 
 import base64
 import fnmatch
@@ -77,8 +76,8 @@ def collect(folders: list[Path]) -> dict:
 
 
 def page(data: dict) -> str:
-    """Return the HTML of the page. Its policy forbids every request, and all scripts and styles but
-    its own."""
+    """Return the HTML of the page. Its content security policy forbids all requests, and all
+    scripts and styles but its own."""
 
     def source(*names: str) -> str:
         return "\n".join((PAGE / name).read_text(encoding="utf-8") for name in names)
@@ -93,7 +92,7 @@ def page(data: dict) -> str:
         f"script-src 'sha256-{digest(script)}'; img-src data:; base-uri 'none'; form-action 'none'"
     )
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    text = text.replace("<", "\\u003c")  # it stands inside a script element
+    text = text.replace("<", "\\u003c")  # the data stands inside a script element
     parts = dict(policy=policy, style=style, script=script, data=text)
     before, *after = source("page.html").split("{{")
     pieces = [piece.split("}}", 1) for piece in after]
