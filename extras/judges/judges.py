@@ -1,5 +1,5 @@
-"""Judges, `--reward judge:PATH` and `rank:PATH`: a frozen chat model reads a question about
-completions. The log-probs of its possible answers give the reward; nothing is sampled."""
+"""Judges (`--reward judge:PATH` and `rank:PATH`): a frozen chat model is asked about a completion.
+The reward is the probability that it gives to one of two answers; nothing is sampled."""
 
 import math
 from collections.abc import Iterator
@@ -37,13 +37,13 @@ ABOUT_ONE = "Prompt:\n{prompt}\n\nAnswer:\n{completion}\n\nCriterion: {criterion
 YES_OR_NO = "Does the answer meet the criterion? Reply with one word: yes or no."
 ABOUT_TWO = "Prompt:\n{prompt}\n\nAnswer A:\n{first}\n\nAnswer B:\n{second}\n\n"
 WHICH = "Criterion: {criterion}\n\nWhich answer is better? Reply with one letter: A or B."
-QUESTIONS = dict(  # by kind, with the spellings of the two answers
+QUESTIONS = dict(  # kind -> the question, and the spellings of its two answers
     judge=(ABOUT_ONE + YES_OR_NO, [("yes", "Yes"), ("no", "No")]),
     rank=(ABOUT_TWO + WHICH, [("A",), ("B",)]),
 )
-BEST = ("overall quality", 1.0)  # criterion of pairs without a rubric
+BEST = ("overall quality", 1.0)  # the criterion for pairs if there is no rubric
 OFF = ("enable_thinking", "thinking")  # variables by which chat templates switch thoughts off
-GROUPS_AT_ONCE = 16  # of a rank, with their questions in memory
+GROUPS_AT_ONCE = 16  # so many groups of a rank have their questions in memory
 
 # ---- rubrics ----
 
@@ -61,7 +61,7 @@ RUBRIC = TypeAdapter(Annotated[list[OneOrText], Field(min_length=1), BeforeValid
 
 
 def criteria_of(row: dict, args: ScoringArgs) -> list[tuple[str, float]]:
-    """Return the criteria of a row and their weights, from its column `rubric`, else from
+    """Return the criteria of a row with their weights, from its column `rubric` or else from
     `--rubric`. Raises `ValueError` naming the row for a malformed rubric."""
     if row.get("rubric") is None:
         return [(text, 1.0) for text in args.rubric]
@@ -84,15 +84,14 @@ def criteria_of(row: dict, args: ScoringArgs) -> list[tuple[str, float]]:
 
 class Judge:
     """A frozen chat model, sharded over the ranks, that is asked about completions. Call it with
-    groups of samples; it is collective."""
+    groups of samples. Collective."""
 
     def __init__(
         self, flag: str, kind: str, path: str, args: SamplingArgs, rows: list[dict],
         policy_tokenizer, device: torch.device | None,
     ):  # fmt: skip
         """Check the question about each row, and load the model unless `device` is None. `kind`:
-        `judge` asks about each completion, `rank` about pairs of a group. Raises `ValueError`
-        naming the flag or the row."""
+        `judge` asks about each completion, `rank` about pairs of a group. Raises `ValueError`."""
         self.label = f"{flag} {kind}:{path}"
         self.args = args
         self.device = device
@@ -122,7 +121,7 @@ class Judge:
             self._question(self._criteria(row)[0][0], nothing, nothing)
 
     def _prepare_answers(self, answers: list[tuple[str, ...]], tokenizer) -> None:
-        """Keep the tokens of each spelling of each answer, as the model samples them."""
+        """Keep the token ids of each spelling of each answer, as the model would sample them."""
         if tokenizer.chat_template is None:
             raise ValueError(f"{self.label}: its tokenizer has no chat template; name a chat model")
         args = replace(
@@ -153,16 +152,16 @@ class Judge:
         self.room = max(map(len, written)) + len(end)
 
     def __call__(self, groups: list[Group]) -> list[Result]:
-        """Return a result for each sample. `judge`: the weighted mean over its criteria. `rank`:
-        its mean probability to win against another one of its group, none for a group of one.
-        Beside it is the probability `mass` that the model gives to the answers."""
+        """Return a result for each sample. For `judge` it is the weighted mean over the criteria;
+        for `rank` the mean probability to win against another completion of the group, and none in
+        a group of one. A second number, `mass`, is the probability of both answers together."""
         if not self.ranks:
             return self._ask([[(sample,) for sample in group] for group in groups])
         return self._compare(groups, [[*permutations(range(len(group)), 2)] for group in groups])
 
     def duels(self, groups: list[Group]) -> list[Result]:
-        """Return the results of samples against the one at the same place of the other half of
-        their group. Collective."""
+        """Compare each sample of a group with the one at the same place in the group's other half,
+        and return a result for each. Collective."""
         orders = []
         for group in groups:
             pairs = [(k, k + len(group) // 2) for k in range(len(group) // 2)]
@@ -170,8 +169,8 @@ class Judge:
         return self._compare(groups, orders)
 
     def _compare(self, groups: list[Group], orders: list[list[tuple[int, int]]]) -> list[Result]:
-        """Return the results of samples from questions about pairs, by their indices in the group.
-        `orders` has each pair in both orders, whose mean has no bias to the first place.
+        """Return a result for each sample, from questions about pairs, given by their indices in a
+        group. `orders` has each pair in both orders: their mean has no bias to the first.
         Collective."""
         pairs = [
             [(group[one], group[other]) for one, other in of_group]
@@ -187,14 +186,14 @@ class Judge:
     # ---- questions ----
 
     def _ask(self, items: list[list[tuple[Completion, ...]]]) -> list[Result]:
-        """Return the results of questions about one completion or two, in groups that share
-        prefixes. Collective; a rank may have no groups."""
+        """Return a result for each question, about one completion or two. Questions of a group
+        share their prefix. Collective; a rank may have no groups."""
         results = []
         for start in range(0, int(distributed.all_max(len(items))), GROUPS_AT_ONCE):
             groups = items[start : start + GROUPS_AT_ONCE]
             prompts = [[self._prompts_or_error(samples) for samples in group] for group in groups]
-            # Equal questions are asked once, so that equal completions have equal rewards, bit for
-            # bit: log-probs depend a little on the place in a pack.
+            # Ask equal questions once. Log-probs depend a little on the place in a pack, and equal
+            # completions must have equal rewards, bit for bit.
             distinct = [
                 dict.fromkeys(chain(*(found for found in group if isinstance(found, list))))
                 for group in prompts
@@ -208,8 +207,8 @@ class Judge:
         return results
 
     def _prompts_or_error(self, samples: tuple[Completion, ...]) -> list[tuple[int, ...]] | str:
-        """Return the prompt of the judge for each criterion, or why there is none: it is too long,
-        or has a character that its tokenizer cannot read."""
+        """Return the judge's prompt for each criterion, or why there is none: it is too long, or
+        has a character that the judge's tokenizer cannot read."""
         prompts = []
         try:
             for criterion, _ in self._criteria(samples[0].row):
@@ -227,8 +226,8 @@ class Judge:
         return prompts
 
     def _criteria(self, row: dict) -> list[tuple[str, float]]:
-        """Return the criteria of a row, at least one. Raises `ValueError` for a row without, and
-        for a rubric that the question has no place for."""
+        """Return the criteria of a row, at least one. Raises `ValueError` for a row without any,
+        and for a rubric if `--judge_prompt` has no place for it."""
         criteria = criteria_of(row, self.args)
         if self.reads_criteria and (criteria or self.ranks):
             return criteria or [BEST]
@@ -253,7 +252,7 @@ class Judge:
         return self.fill(first.row | values | dict(criterion=criterion))
 
     def _transcript(self, sample: Completion) -> str:
-        """Return all turns of a sample; stored completions are not decoded yet."""
+        """Return all turns of a sample as text. Completions from a file are not decoded yet."""
         if sample.transcript or sample.turns == 1:
             return sample.transcript or sample.text
         return self.policy_encoder.tokenizer.decode(sample.completion_ids)
@@ -261,7 +260,7 @@ class Judge:
     # ---- answers ----
 
     def _with_answers(self, prompt: tuple[int, ...]) -> Iterator[Sample]:
-        """Yield a prompt with each answer."""
+        """Yield the prompt followed by each spelling of each answer."""
         for answer in chain(*self.answers):
             mask = [False] * len(prompt) + [True] * len(answer)
             yield Sample([*prompt, *answer], mask, len(prompt))
@@ -270,7 +269,7 @@ class Judge:
         self, row: dict, prompts: list[tuple[int, ...]] | str,
         numbers: dict[tuple[int, ...], tuple[float, float]],
     ) -> Result:  # fmt: skip
-        """Return the mean of the `numbers` of the prompts over the criteria."""
+        """Return the weighted mean over the criteria. `numbers` has the numbers of each prompt."""
         if isinstance(prompts, str):
             return Result(error=prompts)
         weights = [weight for _, weight in self._criteria(row)]
@@ -281,8 +280,8 @@ class Judge:
         return Result((value, dict(mass=mass)))
 
     def _probability(self, logps: Iterator[tuple[float, int]]) -> tuple[float, float]:
-        """Return the probability of a question's first answer among both, p_1 / (p_1 + p_2), and
-        p_1 + p_2. p_a is the sum over the spellings of answer a."""
+        """Return the probability of the first answer among the two, p_1 / (p_1 + p_2), and p_1 +
+        p_2. p_a is the sum over the spellings of answer a."""
         logps_of = [[next(logps)[0] for _ in spellings] for spellings in self.answers]
         largest = max(chain(*logps_of))
         first, second = (math.fsum(math.exp(logp - largest) for logp in one) for one in logps_of)
@@ -294,7 +293,7 @@ def asked(text: str) -> list[dict]:
 
 
 def _mean_of_duels(by_order: dict[tuple[int, int], Result], index: int) -> Result:
-    """Return the mean result of a sample's duels, each in both orders."""
+    """Return the mean result of a sample over its duels, each asked in both orders."""
     duels = []
     error = None
     for (one, other), ahead in by_order.items():
