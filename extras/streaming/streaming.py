@@ -1,9 +1,9 @@
-"""`--streaming`: training rows that are read when they are drawn, from files or the hub.
+"""`--streaming`: training rows are read, from files or the hub, when a step draws them.
 
-Rank 0 reads and tokenises; the other ranks get each batch from it. A pass reads the shards (files,
+Rank 0 reads and tokenises, and hands each batch to the other ranks. A pass reads the shards (files,
 or data sets of the hub) in an order drawn from (seed, pass), `SHUFFLE_BUFFER` rows at a time, and
-shuffles these. The position of a run is the pass and the number of rows drawn in it: a resumed run
-reads the pass again from its start, and tokenises only what is behind."""
+shuffles these. A run's position is its pass and the number of rows drawn in it. A resumed run reads
+that pass again from its start, but tokenises only the rows after its position."""
 
 import random
 from collections import Counter
@@ -35,16 +35,17 @@ from common.text.load import (
 from common.text.rows import require_held_out, rows_of_eval_sets
 from common.train.inputs import digest_of_file
 
-SHUFFLE_BUFFER = 10_000  # rows that are read ahead and drawn in random order
-ALL_BLOCKS = 4096  # number of blocks that the digests of all files read
-LEAST_BLOCKS = 3  # of one file
+SHUFFLE_BUFFER = 10_000  # rows that are read ahead and shuffled
+ALL_BLOCKS = 4096  # blocks that are read for the digests of all files together
+LEAST_BLOCKS = 3  # but at least so many of each file
 
 
 def load_stream(
     encode_row: EncodeRow, choices: Sequence[Columns], encoder: Encoder, args, apart: bool
 ) -> list[tuple["StreamedSamples | Samples", Counter]]:
-    """Return a stream of training samples, whose counts are empty, and held-out samples in memory,
-    see `load_samples`. Collective. Raises `ValueError` for bad data at the start of the stream."""
+    """Return a stream of training samples and the held-out samples in memory, each with counts of
+    dropped rows (those of the stream are empty), as `load_samples` does. Collective. Raises
+    `ValueError` for bad data at the start of the stream."""
     rows = rows_of_eval_sets(args) if args.eval_every else []
     stream = StreamedSamples(encode_row, choices, encoder, args, apart, rows)
     rows = rename_columns(rows, args.columns)
@@ -55,9 +56,9 @@ def load_stream(
 
 
 class StreamedSamples:
-    """Groups of samples of rows that are read when they are drawn, and their order. `samples[i]`
-    takes the numbers that the last `draw` returned; before, the first group is `samples[0]`. Every
-    rank has the same position."""
+    """Training samples that are read when they are drawn, in groups, one per row. The stream is
+    also its own order: `draw` reads the next groups, and `samples[i]` takes the numbers that it
+    returned; at first, `samples[0]` is the first group. All ranks have the same position."""
 
     rows = ()  # unknown at the start
 
@@ -65,8 +66,8 @@ class StreamedSamples:
         self, encode_row: EncodeRow, choices: Sequence[Columns], encoder: Encoder, args,
         apart: bool, held_out: Sequence[dict] = (),
     ):  # fmt: skip
-        """`held_out`: rows in memory under the data's own names of columns. The first
-        `SHUFFLE_BUFFER` rows and they decide which of `choices` are read."""
+        """The first `SHUFFLE_BUFFER` rows, together with `held_out`, rows in memory under the
+        data's own names of columns, decide which of `choices` is read."""
         self.encode_row = encode_row
         self.apart = apart
         self.choices = choices
@@ -101,7 +102,7 @@ class StreamedSamples:
         return self
 
     def draw(self, count: int) -> range:
-        """Draw the next `count` groups, across the end of a pass; return their numbers.
+        """Read the next `count` groups, across the end of a pass. Return their numbers.
         Collective."""
         self.batch = []
         if distributed.is_main():
@@ -120,7 +121,7 @@ class StreamedSamples:
         self.reported: tuple[int, Counter] = (0, Counter())
 
     def _report(self, when: str) -> None:
-        """Print what was dropped or changed in this pass, if it is more than at the last time."""
+        """Print how many rows of this pass were dropped or changed, if that is news."""
         if self.reported != (now := (len(self.bad.errors), self.counts.copy())):
             for reason, rows in self.counts.items():
                 print(f"{rows} training rows {when} {reason}", flush=True)
@@ -128,9 +129,9 @@ class StreamedSamples:
         self.reported = now
 
     def _groups(self, epoch: int, drawn: int) -> Iterator[tuple[list[Sample], tuple[int, int]]]:
-        """Yield the groups after a position, pass after pass, each with the position after it.
-        Report at the end of a pass what was dropped or changed. Raises `ValueError` if a whole pass
-        has no sample."""
+        """Yield the groups after a position, pass after pass, each with the position behind it.
+        Report what a pass dropped or changed at its end. Raises `ValueError` if a whole pass has
+        none."""
         for number in count(epoch):
             kept = drawn
             for place, row in enumerate(self._rows(number), 1):
@@ -148,7 +149,7 @@ class StreamedSamples:
                     self.counts["have the prompt of a held-out row"] += 1
                 if group:
                     kept += 1
-                    for sample in group:  # the other columns would go to all ranks
+                    for sample in group:  # it goes to all ranks, without the other columns
                         of_sample = sample.row or row
                         names = {"_source", "_images"} & of_sample.keys()
                         sample.row = {name: of_sample[name] for name in names}
@@ -161,8 +162,8 @@ class StreamedSamples:
             self._begin_counts()
 
     def _rows(self, epoch: int) -> Iterator[dict]:
-        """Yield the rows of a pass. Raises `ValueError` for one with columns of another kind than
-        the first rows."""
+        """Yield the rows of a pass. Raises `ValueError` for a row whose columns are of another kind
+        than those of the first rows."""
         draw = random.Random(distributed.fold_seed(self.args.seed, epoch))
         shards = draw.sample(self.shards, len(self.shards))
         reader = chain.from_iterable(shard.rows(self.bad) for shard in shards)
@@ -177,7 +178,7 @@ class StreamedSamples:
 
     def _choose_columns(self, buffer: list[dict], rows: list[dict]) -> Columns:
         flag = self.args.dataset_flag
-        # A mapping of --columns may be for one of several files.
+        # A mapping in --columns may concern only one of several files.
         others = (row for shard in self.shards for row in islice(shard.rows(BadRows("skip")), 1))
         require_old_names(flag, chain(buffer, self.held_out, others), self.args.columns)
         held_out = rename_columns(self.held_out, self.args.columns)
@@ -186,22 +187,22 @@ class StreamedSamples:
         return columns
 
     def epochs(self) -> dict[str, float]:
-        """Return the number of whole passes."""
+        """Return the number of finished passes, as a metric."""
         return dict(epoch=self.position[0])
 
     def state_dict(self) -> dict:
-        """Return the position, and report what was dropped up to it."""
+        """Return the position, and report what was dropped up to there."""
         self._report(f"of pass {self.position[0] + 1} so far")
         return dict(position=self.position, num_shards=len(self.shards), files=self.files)
 
     def _digests(self) -> dict[str, str]:
-        """Return the digests of the shards that are files; the hub's have none."""
+        """Return the digests of all shards that are files; data sets of the hub have none."""
         files = [shard.content for shard in self.shards if isinstance(shard.content, Path)]
         blocks = max(LEAST_BLOCKS, ALL_BLOCKS // max(1, len(files)))
         return {str(file): digest_of_file(file, blocks) for file in files}
 
     def load_state_dict(self, state: dict) -> None:
-        """Raises `ValueError` for other files or another number of shards. Collective."""
+        """Continue at a position. Raises `ValueError` for other files or shards. Collective."""
         if "position" not in state:
             problem = "the checkpoint is of an older version; --resume never begins anew"
             raise ValueError(f"{self.args.dataset_flag}: {problem}")
