@@ -1,12 +1,11 @@
-"""`--agent`: episodes that a user's function plays through an endpoint for chat completions.
+"""`--agent`: an episode is whatever a user's function does with an endpoint for chat completions.
 
-A request that continues a conversation gets the ids that were served, then the ids of the new
-messages: nothing is tokenised twice. Any other request begins a branch, a sequence of its own. The
-sampled ids of all branches are trained.
+A request that continues a conversation gets the ids that were served before, followed by the ids of
+the new messages: nothing is tokenised twice. Any other request begins a new branch, a sequence of
+its own. The sampled ids of all branches are trained.
 
-An agent runs in a process of its own (common/workers/pool.py). Everything else runs beside the
-engine (common/rollout/episodes.py): a coroutine for each agent, and one for each request to the
-endpoint (endpoint.py)."""
+An agent runs in a process of its own (common/workers/pool.py). The rest runs beside the engine
+(common/rollout/episodes.py): a coroutine for each agent, and for each request (endpoint.py)."""
 
 import asyncio
 import copy
@@ -44,42 +43,42 @@ from extras.agents.endpoint import (
 )
 from extras.tools.parser import Parser, make_parser
 
-STARTING = 4 * (os.cpu_count() or 1)  # agents at a time before their first request: they use CPU
+STARTING = 4 * (os.cpu_count() or 1)  # agents that start at a time, which takes CPU
 OVER = "api_key: its episode is over"
 
 
 @dataclass(eq=False)
 class Branch:
-    """A conversation of an agent that only grows."""
+    """A conversation of an agent to which turns are only added."""
 
     tools: list[dict]
     completion: Completion | None = None
-    """its served turns; None before the first"""
+    """its turns so far; None before the first"""
     history: list[dict] = field(default_factory=list)
-    """messages as they were served; empty while the next turn is sampled"""
+    """the messages of these turns as they were served; empty while the next turn is sampled"""
 
 
 @dataclass(eq=False)
 class Agent:
-    """An agent that plays an episode."""
+    """An agent that is playing an episode."""
 
     prompt: PromptRequest
     index: int
     asked: asyncio.Future
-    """done with the first request"""
+    """done when the agent has sent its first request"""
     branches: list[Branch] = field(default_factory=list)
     turns: list[asyncio.Task] = field(default_factory=list)
-    """that the engine has sampled, or samples"""
+    """tasks of turns that the engine samples or has sampled"""
     requests: int = 0
     calls: int = 0
     at_limit: bool = False
-    """whether its last request was refused for a limit"""
+    """whether its last request was refused because of a limit"""
     text: str | None = None
-    """its last served turn; None before the first"""
+    """its last turn; None before the first"""
 
 
 def load_agent(spec: str) -> Callable:
-    """Return the function of `--agent`. Raises `ValueError` if it is no agent."""
+    """Return the function that `--agent` names. Raises `ValueError` if it is no agent."""
     function = load_callable("--agent", spec)
     form = "write it as async def name(row, base_url, api_key)"
     if not inspect.iscoroutinefunction(function):
@@ -92,30 +91,30 @@ def load_agent(spec: str) -> Callable:
 
 
 class Agents:
-    """The partner of `--agent`."""
+    """Plays the episodes of `--agent`: it starts an agent for each and serves its requests."""
 
     load = staticmethod(load_agent)
 
     def __init__(self, args: SamplingArgs, engine: Engine):
-        """Raises `ValueError` for a file that is no agent."""
+        """Raises `ValueError` if `--agent` names no agent."""
         load_agent(args.agent)
         self.args = args
         self.engine = engine
         self.encoder = Encoder(engine.tokenizer, args)
-        self.room = longest_sequence(engine.path, args).tokens - args.max_new_tokens  # for a prompt
-        self.agents: dict[str, Agent] = {}  # that play, by key
+        self.room = longest_sequence(engine.path, args).tokens - args.max_new_tokens  # of a prompt
+        self.agents: dict[str, Agent] = {}  # agents that play now, by their API key
         self.endpoint = Endpoint(self.serve, self.count, self.agents)
         self.serving: asyncio.Task | None = None  # from the first episode on
         self.server = episode_server(args.agent)
         self.slots = asyncio.Semaphore(SLOTS)
         self.starting = asyncio.Semaphore(STARTING)
-        self.parser: Parser | None = None  # of calls; made when needed
+        self.parser: Parser | None = None  # reads calls; made when needed
         if args.tool_parser is not None:
             self.parser = make_parser(engine.tokenizer, args)
-        self.reported: set[str] = set()  # parameters
+        self.reported: set[str] = set()  # parameters that were reported as ignored
 
     async def play(self, prompt: PromptRequest, index: int) -> Completion:
-        """Play an episode and return a completion with branches of what its agent was served."""
+        """Play an episode. Return a completion whose branches are all that the agent was served."""
         loop = asyncio.get_running_loop()
         if self.serving is None:
             self.serving = loop.create_task(self.endpoint.run())
@@ -138,10 +137,10 @@ class Agents:
         return self._completion(agent, result, died)
 
     async def serve(self, key: str, body: dict, read: Callable[[dict], dict]) -> dict:
-        """Return the answer to a request, a sampled turn. `read` makes the body of its dialect one
-        of chat completions. Raises `Refusal`."""
+        """Return the answer to a request: a sampled turn. `read` translates its body. Raises
+        `Refusal`."""
         agent = self.agents.get(key)
-        if agent is None:  # it has ended while it sent the request
+        if agent is None:  # its episode ended while it sent the request
             raise Refusal(OVER, 401)
         if not agent.asked.done():
             agent.asked.set_result(None)
@@ -160,7 +159,7 @@ class Agents:
         return self._answer(agent, number, request, branch, messages)
 
     def count(self, key: str, body: dict) -> int:
-        """Return the number of tokens before the turn that a request would get."""
+        """Return how many tokens a request would put before its turn."""
         completion, _ = self._next(self.agents[key], messages_of(body), tools_of(body))
         return len(completion.ids)
 
@@ -171,8 +170,8 @@ class Agents:
     # ---- requests ----
 
     def _request(self, agent: Agent, number: int, body: dict) -> tuple[Request, Branch, list[dict]]:
-        """Return the turn that an agent requests, the branch that it continues or a new one, and
-        its messages. Raises `Refusal`."""
+        """Return the turn to sample for a request, the branch to which it belongs (an old one or a
+        new one), and its messages. Raises `Refusal`."""
         if number >= self.args.max_turns:
             raise Refusal(f"--max_turns {number}: no more requests", code="max_turns_exceeded")
         self._report(ignored_parameters(body))
@@ -193,7 +192,7 @@ class Agents:
     def _next(
         self, agent: Agent, messages: list[dict], tools: list[dict]
     ) -> tuple[Completion, Branch | None]:
-        """Return a completion of the ids before a turn, and the branch that it continues."""
+        """Return the ids before a turn, as a completion, and the branch that it continues."""
         for branch in agent.branches:
             if branch.tools == tools and continues(branch.history, messages):
                 completion = copy.deepcopy(branch.completion)
@@ -207,7 +206,7 @@ class Agents:
         return empty_completion([*self.encoder.prompt(row, ("messages",))]), None
 
     def _report(self, ignored: list[str]) -> None:
-        """Report parameters that have no effect, once."""
+        """Report parameters that have no effect, each once."""
         if not self.reported.issuperset(ignored):
             problem = f"{', '.join(ignored)} of requests have no effect"
             distributed.say(f"--agent: {problem}; the run's distribution is sampled")
@@ -231,8 +230,7 @@ class Agents:
                     choices=[choice], usage=usage)  # fmt: skip
 
     def _message(self, agent: Agent, request: Request, tools: list[dict]) -> tuple[dict, str]:
-        """Return a sampled turn as a message, and why it ended. Calls that cannot be read are
-        text."""
+        """Return a sampled turn as a message, and why it ended. Unreadable calls stay text."""
         completion = request.completion
         message = dict(role="assistant", content=completion.text)
         if not tools or completion.finish_reason == "length":
@@ -247,7 +245,7 @@ class Agents:
             name = call.id or f"call{agent.calls:05}"  # as long as the ids of Mistral
             function = dict(name=call.name, arguments=call.arguments)
             calls.append(dict(id=name, type="function", function=function))
-        content = turn.content if turn.content.strip() else ""  # Messages has no blank texts
+        content = turn.content if turn.content.strip() else ""  # Messages allows no blank texts
         return message | dict(content=content, tool_calls=calls), "tool_calls"
 
     # ---- the end of an episode ----
@@ -276,7 +274,7 @@ class Agents:
         return completion
 
     def _filler(self) -> Completion:
-        """Return a completion that trains nothing."""
+        """Return a completion that trains nothing, for an agent that got no turn."""
         filler = empty_completion([self.encoder.tokenizer.eos_token_id] * 2)
         filler.prompt_length = 1
         filler.versions[1] = self.engine.version

@@ -1,17 +1,17 @@
-"""Anthropic's Messages (Claude Code) and OpenAI's Responses (Codex): requests as such for a chat
-completion, and its answer back. What it cannot say keeps its name, which endpoint.py reports or
-refuses."""
+"""The dialects that agents speak: Anthropic's Messages (Claude Code) and OpenAI's Responses
+(Codex). Requests are translated to chat completions, and answers back. Fields without a translation
+keep their names; endpoint.py then reports or refuses them."""
 
 import json
 import re
 from collections.abc import Iterable, Iterator
 
-BILLING = "x-anthropic-billing-header"  # begins a line of Claude Code, another one each time
+BILLING = "x-anthropic-billing-header"  # Claude Code's prompt has such a line, new in each request
 STOPS = dict(stop="end_turn", length="max_tokens", tool_calls="tool_use")
 
 
 class Refusal(ValueError):
-    """Why a request has no completion, in a form that all clients read."""
+    """Why a request gets no completion, in a form that the clients of all dialects can read."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None):
         super().__init__(message)
@@ -23,14 +23,14 @@ class Refusal(ValueError):
 
 
 def stream(events: Iterable[tuple[str, dict]]) -> Iterator[str]:
-    """Write events, each of a type and other fields. Responses number them."""
+    """Write events, each a type and fields, as server-sent events. Responses numbers them."""
     for number, (name, fields) in enumerate(events):
         event = dict(type=name, sequence_number=number) | fields
         yield f"event: {name}\ndata: {json.dumps(event)}\n\n"
 
 
 def of_messages(body: dict) -> dict:
-    """Return a request of Messages as one for a chat completion."""
+    """Translate a request of Messages to one for a chat completion."""
     system = [part["text"] for part in _texts(body.get("system"))]
     shown = [re.sub(rf"\A{BILLING}.*\n?", "", text) for text in system]
     messages = [dict(role="system", content="".join(shown))] if any(shown) else []
@@ -45,8 +45,8 @@ def of_messages(body: dict) -> dict:
 
 
 def _add(messages: list[dict], role: str, content: str | list) -> None:
-    """Add a turn to the messages of a chat: text, calls as Messages or Responses have them, and
-    results of calls, of which each is a message."""
+    """Add a turn to the messages of a chat: text; calls, in the form of Messages or Responses; and
+    results of calls, each as a message of its own."""
     texts, calls, results = [], [], []
     for block in [dict(type="text", text=content)] if isinstance(content, str) else content:
         match block["type"]:
@@ -69,7 +69,7 @@ def _add(messages: list[dict], role: str, content: str | list) -> None:
 
 
 def _texts(content: str | list | None) -> list[dict]:
-    """Return text, or blocks of text, as the parts of a message."""
+    """Return a text, or blocks of text, as parts of a message."""
     parts = [dict(type="text", text=content)] if isinstance(content, str) else content or []
     for part in parts:
         if part["type"] not in ("text", "input_text", "output_text"):
@@ -87,7 +87,7 @@ def _tool(tool: dict) -> dict:
 
 
 def as_message(answer: dict) -> dict:
-    """Return a chat completion as an answer of Messages."""
+    """Translate a chat completion to an answer of Messages."""
     (choice,) = answer["choices"]
     text, calls = choice["message"]["content"], choice["message"].get("tool_calls", [])
     content = [dict(type="text", text=text)] if text or not calls else []
@@ -102,7 +102,7 @@ def as_message(answer: dict) -> dict:
 
 
 def message_events(message: dict) -> Iterator[tuple[str, dict]]:
-    """Yield the events of a message, each block of it whole."""
+    """Yield the events that stream a message. Each of its blocks comes whole."""
     yield "message_start", dict(message=message | dict(content=[], stop_reason=None))
     for index, block in enumerate(message["content"]):
         if block["type"] == "text":
@@ -119,7 +119,7 @@ def message_events(message: dict) -> Iterator[tuple[str, dict]]:
 
 
 def of_responses(body: dict) -> dict:
-    """Return a request of Responses as one for a chat completion, by way of Messages."""
+    """Translate a request of Responses to one for a chat completion, by way of Messages."""
     items = body["input"]
     items = [dict(role="user", content=items)] if isinstance(items, str) else items
     turns = [x if "role" in x else dict(role="assistant", content=[x]) for x in items]
@@ -129,7 +129,7 @@ def of_responses(body: dict) -> dict:
 
 
 def as_response(answer: dict) -> dict:
-    """Return a chat completion as an answer of Responses."""
+    """Translate a chat completion to an answer of Responses."""
     message = as_message(answer)
     is_cut = message["stop_reason"] == "max_tokens"
     status = "incomplete" if is_cut else "completed"
@@ -152,7 +152,7 @@ def as_response(answer: dict) -> dict:
 
 
 def response_events(response: dict) -> Iterator[tuple[str, dict]]:
-    """Yield the events of a response, each item of it whole."""
+    """Yield the events that stream a response. Each of its items comes whole."""
     begun = dict(status="in_progress", output=[], usage=None, incomplete_details=None)
     yield "response.created", dict(response=response | begun)
     for index, item in enumerate(response["output"]):
@@ -173,7 +173,7 @@ def response_events(response: dict) -> Iterator[tuple[str, dict]]:
     yield f"response.{response['status']}", dict(response=response)
 
 
-# path -> how a request is read, and how its answer is written, whole and as a stream
+# path -> functions that translate a request, its answer, and its answer as a stream
 DIALECTS = {
     "/v1/messages": (of_messages, as_message, message_events),
     "/v1/responses": (of_responses, as_response, response_events),

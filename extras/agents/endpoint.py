@@ -1,7 +1,6 @@
-"""The endpoint of `--agent`: chat completions over HTTP, on this machine only, and their dialects
-(dialects.py).
+"""The endpoint of `--agent`, on this machine only: chat completions, and dialects (dialects.py).
 
-It runs in the event loop of the episodes: the handler of a request is the coroutine that awaits its
+It runs in the event loop of the episodes: the coroutine that handles a request also waits for its
 turn from the engine."""
 
 import asyncio
@@ -18,21 +17,21 @@ from common.workers.worker import one_line
 from extras.agents.dialects import BILLING, DIALECTS, Refusal, of_messages, stream
 
 LARGEST = 1 << 22  # bytes of a request
-STRANGERS = 1024  # connections without a key; beyond these, the oldest one is closed
+STRANGERS = 1024  # connections that sent no key yet; beyond these, the oldest one is closed
 MODEL = "policy"
-SOURCE = "the request"  # in place of a data row
-QUIET = logging.Logger(__name__, logging.CRITICAL)  # a client may send anything
+SOURCE = "the request"  # in errors, in place of the source of a data row
+QUIET = logging.Logger(__name__, logging.CRITICAL)  # no log of what clients send wrongly
 
-# Parameters of a request that are read, or change nothing.
+# Parameters of a request that are read, or that change nothing.
 NAMES = ("model", "messages", "tools", "stream", "stream_options", "user", "metadata", "store",
          "max_tokens", "max_completion_tokens", "max_output_tokens", "parallel_tool_calls",
          "cache_control", "client_metadata", "diagnostics", "inference_geo", "prompt_cache_key",
          "prompt_cache_retention", "safety_identifier", "service_tier", "speed")  # fmt: skip
-# Parameters without effect: the run's flags say how it samples and thinks, and training needs that.
+# Parameters that are ignored: the run's flags say how to sample and to think, as training requires.
 IGNORED = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
            "frequency_penalty", "thinking", "reasoning", "output_config", "text",
            "context_management", "is_error", BILLING)  # fmt: skip
-# Parameters that may have these values.
+# Parameters that may only have these values.
 ONLY = dict(n=[1], tool_choice=["auto", dict(type="auto")], response_format=[dict(type="text")],
             truncation=["disabled"], include=[["reasoning.encrypted_content"]])  # fmt: skip
 COUNT = "/v1/messages/count_tokens"
@@ -40,14 +39,15 @@ FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_co
 
 
 class Endpoint:
-    """HTTP server on a free port of 127.0.0.1."""
+    """An HTTP server on a free port of 127.0.0.1."""
 
     def __init__(
         self, serve: Callable[..., Awaitable[dict]], count: Callable[..., int],
         keys: Container[str],
     ):  # fmt: skip
-        """`serve(key, body, read)` returns the answer to the request that `read` makes of a body,
-        `count(key, request)` its tokens; both raise `Refusal`. `keys`: of the running episodes."""
+        """`serve(key, body, read)` returns the answer to a request; `read` translates its body.
+        `count(key, request)` returns its number of tokens. Both raise `Refusal`. `keys`: the API
+        keys of the running episodes."""
         self.serve = serve
         self.count = count
         self.keys = keys
@@ -56,7 +56,7 @@ class Endpoint:
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/v1"
 
     async def run(self) -> None:
-        """Serve until this is cancelled."""
+        """Serve until the task of this coroutine is cancelled."""
         loop = asyncio.get_running_loop()
         make = partial(web.BaseRequest, loop=loop, client_max_size=LARGEST)
         self.server = web.Server(self._answer, request_factory=make, logger=QUIET, access_log=None)
@@ -115,8 +115,7 @@ class Endpoint:
 
 
 def _events(answer: dict, options: object) -> Iterator[str]:
-    """Yield a completion as the events of a stream: the message, its end and, with the option
-    `include_usage`, its usage."""
+    """Yield the events that stream a completion: message, end and, with `include_usage`, usage."""
     (choice,) = answer["choices"]
     calls = enumerate(choice["message"].get("tool_calls") or [])
     delta = choice["message"] | dict(tool_calls=[dict(index=i) | call for i, call in calls] or None)
@@ -134,8 +133,8 @@ def _events(answer: dict, options: object) -> Iterator[str]:
 
 
 def ignored_parameters(body: dict) -> list[str]:
-    """Return the parameters of a request that have no effect. Raises `Refusal` for one that would
-    change the answer."""
+    """Return which parameters have no effect. Raises `Refusal` for one that would change the
+    answer."""
     absent = ("None", "False", "[]", "{}")
     given = {name: value for name, value in body.items() if repr(value) not in absent}
     for name, value in given.items():
@@ -145,7 +144,7 @@ def ignored_parameters(body: dict) -> list[str]:
 
 
 def messages_of(body: dict) -> list[dict]:
-    """Return the messages of a request in one form, without the fields that clients add."""
+    """Return the messages of a request in one form, without fields that clients add."""
     messages = messages_field(dict(_source=SOURCE, messages=body.get("messages")), "messages")
     if not messages:
         raise Refusal("messages: expected a list of messages")
@@ -153,17 +152,17 @@ def messages_of(body: dict) -> list[dict]:
         raise Refusal("messages: the last one is the model's; a turn cannot be continued")
     if any("images" in message for message in messages):
         raise Refusal("messages: an image: not supported; give text")
-    names = {}  # of the functions that calls name
+    names = {}  # id of a call -> name of its function
     for message in messages:
         for call in message.get("tool_calls", ()):
             names[call.get("id")] = call["function"]["name"]
         if message["role"] == "tool" and message.get("tool_call_id") in names:
-            message["name"] = names[message["tool_call_id"]]  # which templates may read
+            message["name"] = names[message["tool_call_id"]]  # templates may read it
     return [{name: message[name] for name in FIELDS if name in message} for message in messages]
 
 
 def tools_of(body: dict) -> list[dict]:
-    """Return the schemas of a request."""
+    """Return the schemas of a request's tools."""
     tools = body.get("tools") or []
     if not isinstance(tools, list):
         raise Refusal("tools: expected a list of schemas")
@@ -171,7 +170,7 @@ def tools_of(body: dict) -> list[dict]:
 
 
 def limit_of(body: dict, most: int) -> int:
-    """Return the most tokens of a turn: what the request asks for, or `most`."""
+    """Return how many tokens a turn may have: as many as the request asks for, or else `most`."""
     names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
     limits = (*map(body.get, names), most)
     limit = next(limit for limit in limits if limit is not None)
@@ -181,8 +180,7 @@ def limit_of(body: dict, most: int) -> int:
 
 
 def continues(history: list[dict], messages: list[dict]) -> bool:
-    """Return whether messages are a history as it was served, followed by messages of others than
-    the model."""
+    """Return whether `messages` are `history`, as it was served, and then messages of others."""
     new = messages[len(history) :]
     if not history or not new or any(message["role"] == "assistant" for message in new):
         return False
@@ -195,7 +193,7 @@ def _compared(message: dict) -> list:
 
 
 def written(message: dict) -> dict:
-    """Return a message of the model as the API writes it: arguments are JSON."""
+    """Return a message of the model as the API writes it: arguments are JSON text."""
     if "tool_calls" not in message:
         return message
     calls = []
