@@ -1,4 +1,4 @@
-"""Images of rows -> marks in the messages, and the ids that show them."""
+"""Encoding the images of rows: marks in the messages become the token ids that show them."""
 
 from array import array
 from functools import lru_cache
@@ -11,7 +11,7 @@ from extras.images.reader import reader
 
 
 class ImageEncoder:
-    """Encoder of the images of rows for one model."""
+    """Encodes the images of rows for one model."""
 
     def __init__(self, tokenizer, max_pixels: int | None):
         """Raises `ValueError` for a model that reads no images."""
@@ -22,7 +22,7 @@ class ImageEncoder:
         self._shown = lru_cache(maxsize=1024)(self._show)  # by file
 
     def _show(self, file: str) -> tuple[list[int], ImageSpan]:
-        """Return the ids that show an image in a prompt, and the image among them."""
+        """Return the ids that show an image in a prompt, and its span in these ids."""
         content = Path(file).read_bytes()
         layout = self.reader.layout_of(content)
         text = self.reader.text(layout, self.token)
@@ -32,14 +32,13 @@ class ImageEncoder:
         return ids, span
 
     def in_plain_text(self, text: str) -> str:
-        """Return a text with the placeholder of an image in place of each mark, as chat templates
-        write it."""
+        """Return a text with an image's placeholder for each mark, as chat templates write it."""
         return text.replace(IMAGE, self.reader.around(self.token, self.tokenizer))
 
     def expanded(self, row: dict, ids: array, files: list[str]) -> tuple[array, list[ImageSpan]]:
-        """Replace each placeholder in the ids of a row by the ids that show its image, one of
-        `files`. Return the ids and the images among them. Raises `ValueError` if there are more or
-        fewer placeholders than images."""
+        """Replace each placeholder in a row's ids by the ids that show its image, one of `files` in
+        order. Return the ids and the images in them. Raises `ValueError` unless there is one for
+        each image."""
         found = ids.count(self.reader.image_id)
         if found != len(files):
             what = f"{found} placeholders of images ({self.token!r}) for {len(files)} images"

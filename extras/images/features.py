@@ -1,8 +1,7 @@
-"""Images for the engines: pixels for transformers, and for vLLM features that are made from the
-trainer's own pixels.
+"""Images for the engines: transformers and vLLM both get the pixels that the trainer makes.
 
-vLLM's own processing would read other pixels, and would expand the placeholders of a prompt that
-has them already."""
+vLLM's own image processing is not used: it would make other pixels, and would expand the
+placeholders of a prompt a second time."""
 
 import contextlib
 import logging
@@ -17,35 +16,35 @@ from common.packs.sample import Completion
 from extras.images.reader import reader
 
 OPTIONS = dict(
-    skip_tokenizer_init=False,  # vLLM's processors refuse to be without one
-    mm_device_do_normalize=False,  # pixels are normalised
+    skip_tokenizer_init=False,  # vLLM's processors need a tokenizer
+    mm_device_do_normalize=False,  # pixels are normalised already
     skip_mm_profiling=True,
     mm_processor_cache_gb=0,
-    limit_mm_per_prompt=dict(image=1, video=0),  # for budgets; prompts may have more
+    limit_mm_per_prompt=dict(image=1, video=0),  # only for memory budgets; prompts may have more
 )
 
 
 class EngineImages:
-    """The part of an engine that reads images, for both engines."""
+    """The part of an engine that reads images. Both engines have one."""
 
     def __init__(self, path: str, max_pixels: int | None):
         self.reader = reader(path, max_pixels)
 
     def generation_arguments(self, completions: list[Completion], ids: Tensor) -> dict[str, Tensor]:
-        """Return the arguments of transformers' `generate` for the images of these completions,
-        whose padded prompts are `ids`, [batch, tokens]."""
+        """Return the arguments of transformers' `generate` for the images of these completions.
+        `ids`: their padded prompts, [batch, tokens]."""
         spans = [span for completion in completions for span in completion.images]
         pixels = [self.reader.recent_pixels(span.file, span.digest) for span in spans]
         return self.reader.generation_arguments(pixels, ids) if pixels else {}
 
     def vllm_options(self, architecture: str) -> dict[str, object]:
-        """Return options of `LLM`, after vLLM's model of images and text has been registered."""
+        """Register vLLM's model of images and text, and return options of `LLM`."""
         register_model(architecture)
         return OPTIONS
 
     def vllm_input(self, completion: Completion) -> dict:
-        """Return a prompt with images as vLLM's `MultiModalInput`, for `add_request`. Images are
-        named by the digests of their contents: vLLM's caches take equal ones for the same image."""
+        """Return a prompt with images as vLLM's `MultiModalInput`, for `add_request`. An image is
+        named by the digest of its content, so that vLLM's caches recognise it."""
         from vllm.inputs import mm_input
         from vllm.multimodal.inputs import (
             MultiModalFieldConfig,
@@ -70,32 +69,31 @@ class EngineImages:
         return mm_input([*completion.ids], dict(image=items), digests, dict(image=places))
 
     def after_vllm_load(self, llm) -> None:
-        """Clear what vLLM keeps beside the weights, which were just loaded."""
+        """Clear what vLLM keeps beside the weights, after these were loaded."""
         llm.collective_rpc(zero_deepstack)
 
 
 def register_model(architecture: str) -> None:
-    """Make vLLM's model of images and text usable here, without its processor."""
+    """Make vLLM's model of images and text usable without its image processor."""
     from vllm import ModelRegistry
 
     if architecture not in ModelRegistry.models:  # vLLM's error lists those that it has
         return
     with _stand_in_for_torchvision():
         model_class = ModelRegistry.models[architecture].load_model_cls()
-    # vLLM would inspect a class that is not loaded in a process without the stand-in.
+    # A class that is not loaded yet vLLM would inspect in another process, without the stand-in.
     ModelRegistry.register_model(architecture, model_class)
-    # vLLM would build a processor of transformers, which needs torchvision for videos, to find the
-    # largest number of placeholders of an image (vllm/multimodal/encoder_budget.py).
+    # To find the largest number of placeholders of an image, vLLM would build a processor of
+    # transformers, which needs torchvision for videos (vllm/multimodal/encoder_budget.py).
     info = model_class._processor_factory.info
     info.get_mm_max_tokens_per_item = lambda self, seq_len, mm_counts: dict(image=seq_len)
 
 
 @contextlib.contextmanager
 def _stand_in_for_torchvision() -> Iterator[None]:
-    """Put empty modules in the place of torchvision where it is missing, as beside a CPU torch: the
-    package index has builds for CUDA only. vLLM's qwen3_vl.py imports a function for sizes from
-    transformers' image_processing_qwen2_vl.py, and this file imports torchvision. Pixels are made
-    without it (reader.py)."""
+    """Put empty modules in the place of torchvision if it is missing, as it is beside a CPU torch:
+    the package index only has builds for CUDA. vLLM's qwen3_vl.py imports a function for sizes from
+    transformers' image_processing_qwen2_vl.py, which imports torchvision. Pixels do not need it."""
     from transformers.utils import is_torchvision_available
 
     if is_torchvision_available():  # transformers keeps the answer
@@ -103,7 +101,7 @@ def _stand_in_for_torchvision() -> Iterator[None]:
         return
     logger = logging.getLogger("transformers.utils.import_utils")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it would recommend to install torchvision
+    logger.setLevel(logging.ERROR)  # else it advises to install torchvision
     names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"]
     names.append("torchvision.transforms.v2.functional")
     sys.modules.update((name, ModuleType(name)) for name in names)
@@ -116,8 +114,8 @@ def _stand_in_for_torchvision() -> Iterator[None]:
 
 
 def zero_deepstack(worker) -> None:
-    """Fill the buffers of Qwen3-VL for features of images with zeros, which sleep at level 2 loses.
-    vLLM adds them to every token, and expects zeros in steps without images
+    """Zero the buffers of Qwen3-VL that hold features of images; they lose their content when vLLM
+    sleeps at level 2. vLLM adds them to every token, and expects zeros in steps without images
     (vllm/model_executor/models/qwen3_vl.py)."""
     for buffer in getattr(worker.get_model(), "deepstack_input_embeds", ()):
         buffer.zero_()

@@ -1,9 +1,9 @@
-"""Images of a row -> files, and marks in its messages where the images stand.
+"""The images of a row: their files, and marks in the messages where they stand.
 
 A row has images in the columns `images` or `image`, or as parts of its messages. An image is a path
-in the folder of the data, bytes, a data URL or a picture of PIL. What is no file becomes one, in
-the cache of this machine, named by the digest of its content. From then on a row has paths, for
-rewards too: `images` lists them, `Image.open` of PIL reads them."""
+in the folder of the data, bytes, a data URL or a picture of PIL. What is no file yet is stored in a
+cache on this machine, under the digest of its content. After that a row only has paths: `images`
+lists them, for rewards too, and `Image.open` of PIL reads them."""
 
 import base64
 import hashlib
@@ -23,19 +23,19 @@ from common.packs.sample import PLACEHOLDER
 from common.parallel.distributed import first_line
 from common.text.messages import IMAGE
 
-# PIL would start another program for some others.
+# For some other formats PIL would start another program.
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
-PIXELS = 90_000_000  # of a picture: a small file may have any number, which all take memory
+PIXELS = 90_000_000  # most pixels of a picture: a small file may unpack to any number of them
 Image.MAX_IMAGE_PIXELS = PIXELS
 
 
 def take_images(row: dict, messages: list[dict]) -> list[dict]:
     """Return messages with a mark for each image of a row, and set the row's `images` to paths.
 
-    Images stand where parts of the messages have them or name none, which takes the next one of the
-    row's columns; or at each `<image>` in texts of the user; or in front of the first text of the
-    user. Raises `ValueError`, which begins with the row's source, for images that are missing,
-    refused or not where they belong, and for another number of images than places."""
+    Parts of the messages say where images stand; a part that names no image takes the next one of
+    the row's columns. Else images stand at each `<image>` in the user's texts, or all in front of
+    the user's first text. Raises `ValueError`, beginning with the row's source, for images that are
+    missing, refused or not where they belong, and if there are not as many places as images."""
     label = row["_source"]
     given = [*chain(*(as_tuple(row.get(name)) or () for name in ("images", "image")))]
     for number, message in enumerate(messages, 1):
@@ -49,7 +49,7 @@ def take_images(row: dict, messages: list[dict]) -> list[dict]:
     parts = [*chain(*(message.get("images", []) for message in messages))]
     texts = [message for message in messages if message["role"] == "user"]
     places = sum(message["content"].count(PLACEHOLDER) for message in texts)
-    is_taken = "_images" in row  # the other side of a pair
+    is_taken = "_images" in row  # by the other completion of a pair
     if parts:
         places = len(parts) if is_taken else parts.count(None)
     elif places:
@@ -87,14 +87,14 @@ def take_images(row: dict, messages: list[dict]) -> list[dict]:
 
 
 def _file(label: str, image: object, folder: str | None) -> str:
-    """Return the path of an image. Raises `ValueError` that begins with `label`."""
+    """Return the path of an image, which is stored first if it is no file. Raises `ValueError`."""
     if isinstance(image, dict):  # as `datasets` and parquet files have it
         image = image.get("bytes") or image.get("path")
     if isinstance(image, Image.Image):
         content = io.BytesIO()
         with readable(label):
             image = ImageOps.exif_transpose(image)
-            if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):  # those of a PNG
+            if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):  # modes of a PNG
                 image = image.convert("RGB")
             image.save(content, "PNG")
         image = content.getvalue()
@@ -127,7 +127,7 @@ def _path_in_folder(label: str, path: str, folder: str | None) -> str:
         raise ValueError(f"{label}: {path[:80]!r}: {advice}")
     try:
         whole = os.path.realpath(os.path.join(folder, path))
-    except ValueError:  # no name of a file
+    except ValueError:  # it cannot be the name of a file
         whole = ""
     if whole and not Path(whole).is_relative_to(os.path.realpath(folder)):
         problem = f"outside of the data's folder {folder}; copy it there"
@@ -138,8 +138,8 @@ def _path_in_folder(label: str, path: str, folder: str | None) -> str:
 
 
 def stored(content: bytes) -> str:
-    """Return the file with this content in the cache of this machine, which is written if it does
-    not exist. Raises `ValueError` if the disk refuses it."""
+    """Return the file with this content in the cache of this machine; write it if it is new. Raises
+    `ValueError` if the disk refuses it."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onefile" / "images"
     name = digest(content)
     file = cache / name[:2] / name
@@ -150,7 +150,7 @@ def stored(content: bytes) -> str:
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             work = Path(folder, name)
             work.write_bytes(content)
-            os.replace(work, file)  # other ranks may write the same
+            os.replace(work, file)  # at once, because other ranks may write the same file
     except OSError as error:
         problem = f"cannot write images to {cache} ({error.strerror}); set XDG_CACHE_HOME"
         raise ValueError(problem) from error
@@ -162,8 +162,8 @@ def digest(content: bytes) -> str:
 
 
 def require_image(label: str, image: str | bytes) -> None:
-    """Raise `ValueError` that begins with `label` for a file, or its content, that is no picture.
-    The header is read, not the pixels."""
+    """Raise `ValueError` that begins with `label` if a file, or its content, is no single picture.
+    Only the header is read, not the pixels."""
     is_content = isinstance(image, bytes)
     if (len(image) if is_content else os.path.getsize(image)) == 0:
         raise ValueError(f"{label}: cannot be read: it is empty")
@@ -177,7 +177,7 @@ def require_image(label: str, image: str | bytes) -> None:
 
 
 def opened(file: str | io.BytesIO) -> Image.Image:
-    """Open a picture in one of `FORMATS`. Raises `DecompressionBombError` for too many pixels."""
+    """Open a picture of one of `FORMATS`. Raises `DecompressionBombError` for too many pixels."""
     picture = Image.open(file, formats=FORMATS)
     if picture.width * picture.height > PIXELS:
         raise Image.DecompressionBombError
@@ -186,8 +186,7 @@ def opened(file: str | io.BytesIO) -> Image.Image:
 
 @contextmanager
 def readable(label: str) -> Iterator[None]:
-    """Turn whatever PIL raises about a picture into a `ValueError` of one line, and its warnings
-    into nothing."""
+    """Turn whatever PIL raises about a picture into a `ValueError` of one line; drop warnings."""
     try:
         with warnings.catch_warnings(action="ignore"):
             yield

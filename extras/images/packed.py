@@ -1,5 +1,5 @@
-"""Images of a pack: where they stand among its tokens, and their pixels, which are decoded one pack
-ahead of the model.
+"""The images of a pack: where they stand among its tokens, and their pixels. Pixels of the next
+pack are decoded while the model computes this one.
 
 Shapes: T tokens of the pack, P placeholders in it."""
 
@@ -17,12 +17,12 @@ _thread = ThreadPoolExecutor(1, "images")
 
 
 class PackedImages:
-    """Images of the sequences of a pack. A plain class, like `ModelTokens`."""
+    """The images of the sequences of a pack. A plain class, like `ModelTokens`."""
 
     def __init__(self, tokens: ModelTokens):
         sequences = tokens.image_sequences
         self.next = tokens.next
-        # `truncate` cuts no image in two: one that it left out ends after the sequence.
+        # `truncate` cuts no image in two: an image that it left out ends after the sequence.
         self.images = [[i for i in s.images if i.end <= s.num_targets] for s in sequences]
         self.shared = [sequence.shared for sequence in sequences]  # first tokens, not computed
         computed = (sequence.num_targets - sequence.shared for sequence in sequences)
@@ -31,14 +31,14 @@ class PackedImages:
 
     @property
     def spans(self) -> list[ImageSpan]:
-        """The images whose placeholders are computed, in their order."""
+        """The images whose placeholders the pack computes, in order: none of a shared prefix."""
         found = []
         for spans, prefix in zip(self.images, self.shared, strict=True):
             found += [span for span in spans if span.start >= prefix]
         return found
 
     def is_placeholder(self, ids_T: Tensor, image_id: int) -> Tensor:
-        """Return which tokens stand for images, bool [T]. A token that was sampled does not."""
+        """Return which tokens stand for images, bool [T]. A sampled token never does."""
         found_T = torch.zeros_like(ids_T, dtype=torch.bool)
         for spans, prefix, offset in zip(self.images, self.shared, self.offsets, strict=False):
             for span in spans:
@@ -48,10 +48,10 @@ class PackedImages:
         return found_T & (ids_T == image_id)
 
     def decode(self, reader: Reader) -> list[Pixels]:
-        """Return the pixels of `spans`. Those of the next pack are decoded in a thread meanwhile.
+        """Return the pixels of `spans`, and begin to decode those of the next pack in a thread.
         Raises `ValueError` for an image that cannot be decoded."""
         begun = self._begin(reader)
-        self._decoded = None  # pixels of a later forward are decoded again
+        self._decoded = None  # to save memory: a later forward decodes them again
         pixels = begun.result()
         following = None if self.next is None else images_of(self.next)
         if following is not None:
@@ -65,8 +65,8 @@ class PackedImages:
         return self._decoded
 
     def positions(self, positions_T: Tensor, pixels: list[Pixels], reader: Reader) -> Tensor:
-        """Return the positions of the tokens for rotary embeddings: [T], or [3, T].
-        `positions_T`: place of each token in its sequence."""
+        """Return the positions of the tokens for rotary embeddings, [T] or [3, T]. `positions_T`:
+        place of each token in its sequence."""
         layouts = {span.digest: each for span, each in zip(self.spans, pixels, strict=True)}
         parts = []
         for spans, (start, end) in zip(self.images, pairwise(self.offsets), strict=True):
@@ -78,7 +78,7 @@ class PackedImages:
 
 
 def images_of(tokens: ModelTokens) -> PackedImages | None:
-    """Return the images of a pack, None if it has none."""
+    """Return the images of a pack, or None if it has none to compute."""
     if tokens.images is None and tokens.image_sequences is not None:
         tokens.images = PackedImages(tokens)
     return tokens.images if tokens.images and tokens.images.spans else None

@@ -1,4 +1,4 @@
-"""The built-in task `squares`: pictures of coloured squares, to be counted."""
+"""The built-in task `squares`: count the coloured squares in a picture."""
 
 import random
 
@@ -12,15 +12,14 @@ SIZES = dict(train=4_000, test=200)
 
 
 def squares_rows(split: str) -> list[dict]:
-    """Return rows with `images`, `prompt`, `completion`, `answer`, `chosen`, `rejected` and
-    `squares`.
+    """Return rows with `images`, `prompt`, `completion`, `answer`, `chosen`, `rejected`, `squares`.
 
-    A picture has 32 x 32 pixels, 4 x 4 cells, and one square or none in a cell. The prompt is `How
-    many squares?`, the answer a digit from 1 to 9. The demonstrator of the `completion`s overlooks
-    a square three times in ten if there are more than two. So a model that imitates it still gives
-    most weight to the right answer, and rewards have something to improve. `chosen` is the answer,
-    `rejected` one more or one less. `squares` lists colour, place and size in pixels. A row depends
-    only on its split and number."""
+    A picture of 32 x 32 pixels has 4 x 4 cells, with at most one square in each. The prompt is `How
+    many squares?`, the answer a digit from 1 to 9. If there are more than two, the `completion`
+    misses one of them three times in ten. A model that imitates it therefore still gives most
+    weight to the right answer, and rewards can improve it. `chosen` is the answer, `rejected` one
+    more or one less. `squares` lists colour, place and size in pixels. A row depends only on its
+    split and number."""
     return [_row(random.Random(f"squares {split} {n}")) for n in range(SIZES[split])]
 
 

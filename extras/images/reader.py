@@ -1,9 +1,9 @@
-"""Readers of images: files -> pixels as a family of models takes them, and the text with which its
-prompts show an image.
+"""Readers of images, one class per family of models: from a file to pixels as the model takes them,
+and to the text with which a prompt shows an image.
 
-transformers' PIL processors make the pixels: they need no torchvision, and make the same numbers on
-every machine. The layout of an image, which decides its number of tokens, depends on its size
-alone, so it is read from a blank image."""
+transformers' PIL processors make the pixels: they need no torchvision, and give the same numbers on
+every machine. The layout of an image, which decides how many tokens it takes, depends only on its
+size, so a blank image of that size is processed to find it."""
 
 import io
 from functools import cache, lru_cache
@@ -18,11 +18,11 @@ from common.packs.sample import ImageSpan
 from extras.images.image_files import digest, opened, readable
 
 Pixels = dict[str, Tensor]  # arguments of transformers' `get_image_features`, for one image
-ORIENTATION = 0x0112  # of a photograph, in its EXIF data
+ORIENTATION = 0x0112  # the EXIF tag that says how a photograph was turned
 
 
 class Layout(NamedTuple):
-    """How a model reads an image of some size."""
+    """How a model reads an image of a certain size."""
 
     rows: int
     columns: int
@@ -32,17 +32,17 @@ class Layout(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Outputs of a vision tower, one row for each placeholder of the images."""
+    """What a vision tower returns, one row for each placeholder of the images."""
 
     embeds: Tensor  # [placeholders, D], in place of the embeddings of the placeholders
     deepstack: list[Tensor]  # [placeholders, D] each, added to the outputs of the first layers
 
 
 class Reader:
-    """What all families have. Each one has besides: `limit` to at most so many pixels, `process`
-    of an RGB picture to pixels, `text` that shows an image in a prompt in place of its placeholder,
-    and, for the images of several sequences in order, `arguments` of transformers' models and
-    `features` of its vision tower."""
+    """What the readers of all families share. Each family adds: `limit`, which bounds the pixels of
+    an image; `process`, from an RGB picture to pixels; `text`, which shows an image in a prompt in
+    place of its placeholder; and, for the images of several sequences in order, `arguments` of
+    transformers' models and `features` of its vision tower."""
 
     def __init__(self, path: str, config, max_pixels: int | None):
         from transformers import AutoImageProcessor
@@ -61,13 +61,13 @@ class Reader:
 
     @property
     def placeholder_ids(self) -> list[int]:
-        """Ids of the tokens that stand for images and videos, which no completion may contain."""
+        """Ids of the tokens that stand for images and videos. No completion may contain them."""
         ids = (self.image_id, getattr(self.config, "video_token_id", None))
         return [i for i in ids if i is not None]
 
     @property
     def size(self) -> dict[str, int]:
-        """The processor's limits, as in its file."""
+        """The limits of the image processor, as in its file."""
         edges = ("shortest_edge", "longest_edge")
         size = {name: self.processor.size.get(name) for name in edges}
         return {name: edge for name, edge in size.items() if edge}
@@ -85,19 +85,19 @@ class Reader:
         return self.process(picture)
 
     def layout_of(self, content: bytes) -> Layout:
-        """Return the layout of the image in a file with this content, by its size alone. PIL
-        decodes a PNG to look for EXIF after its pixels."""
+        """Return the layout of the image in a file with this content, from its size. For a PNG this
+        decodes the pixels, because PIL looks for EXIF data behind them."""
         with opened(io.BytesIO(content)) as image:
             width, height = image.size
-            # PIL turns a TIFF itself.
+            # PIL turns a TIFF upright itself.
             if image.format != "TIFF" and image.getexif().get(ORIENTATION) in range(5, 9):
-                width, height = height, width  # it lies on its side
+                width, height = height, width  # the photograph lies on its side
         return self.layout(width, height)
 
     # ---- of a family, unless it has its own ----
 
     def around(self, text: str, tokenizer) -> str:
-        """Return the placeholder of an image with what a chat template writes around it."""
+        """Return the placeholder of an image and what a chat template writes around it."""
         return text
 
     def generation_arguments(self, pixels: list[Pixels], ids: Tensor) -> Pixels:
@@ -105,13 +105,13 @@ class Reader:
         return self.arguments(pixels)
 
     def positions(self, positions_T: Tensor, images: list[tuple[ImageSpan, Pixels]]) -> Tensor:
-        """Return the positions of the tokens of a sequence for its rotary embeddings: [T], or
-        [3, T] of time, row and column. `positions_T`: places in the sequence."""
+        """Return the positions of a sequence's tokens for rotary embeddings: [T], or [3, T] for
+        time, row and column. `positions_T`: places in the sequence."""
         return positions_T
 
 
 def as_served(image: Image.Image) -> Image.Image:
-    """Return a picture as a server of the model sees it: upright, in RGB, on a white ground."""
+    """Return a picture as a model's server would see it: upright, in RGB, on a white background."""
     upright = ImageOps.exif_transpose(image)
     if not upright.has_transparency_data:
         return upright.convert("RGB")
@@ -122,7 +122,7 @@ def as_served(image: Image.Image) -> Image.Image:
 
 
 class Idefics3Reader(Reader):
-    """Idefics3 and SmolVLM: an image is cut into tiles of one size, and shown whole besides."""
+    """Idefics3 and SmolVLM: the model gets equal tiles of an image, and the whole image."""
 
     def limit(self, max_pixels: int) -> None:
         tile = self.processor.max_image_size["longest_edge"]
@@ -169,7 +169,7 @@ class Idefics3Reader(Reader):
 
 
 class QwenReader(Reader):
-    """Qwen3-VL and Qwen3.5: an image is a grid of patches, whose rows and columns are positions."""
+    """Qwen3-VL and Qwen3.5: an image is a grid of patches. Positions have its rows and columns."""
 
     def limit(self, max_pixels: int) -> None:
         size = self.processor.size
@@ -183,7 +183,7 @@ class QwenReader(Reader):
         return self.processor.merge_size**2
 
     def grid(self, pixels: Pixels) -> tuple[int, int]:
-        """Return the rows and columns of an image's placeholders."""
+        """Return how many rows and columns of placeholders an image has."""
         _, height, width = pixels["image_grid_thw"][0].tolist()
         merge = self.processor.merge_size
         return height // merge, width // merge
@@ -205,7 +205,8 @@ class QwenReader(Reader):
         return {name: torch.cat([each[name] for each in pixels]) for name in names}
 
     def generation_arguments(self, pixels: list[Pixels], ids: Tensor) -> Pixels:
-        """For positions of three dimensions, the tokens of images are named."""
+        """Also mark the tokens of images: transformers makes positions of three dimensions
+        there."""
         return self.arguments(pixels) | dict(mm_token_type_ids=(ids == self.image_id).int())
 
     def features(self, tower, pixels: list[Pixels]) -> Features:
@@ -214,8 +215,8 @@ class QwenReader(Reader):
         return Features(torch.cat(found.pooler_output), [torch.cat([*x]) for x in deepstack])
 
     def positions(self, positions_T: Tensor, images: list[tuple[ImageSpan, Pixels]]) -> Tensor:
-        """An image begins at the next position p. Its placeholders have time p and row and column
-        after p; the text after it goes on after the longer side."""
+        """An image begins at the next position p. Its placeholders all have time p; row and column
+        count on from p. The text after it continues after the longer side."""
         found = positions_T.expand(3, -1).clone()
         for span, pixels in images:
             rows, columns = self.grid(pixels)
@@ -242,7 +243,7 @@ FAMILIES = {
 @lru_cache(maxsize=4)
 def reader(path: str, max_pixels: int | None) -> Reader:
     """Return the reader of the model in a folder. Raises `ValueError` for a model without images,
-    or of an unknown family."""
+    or of a family that has no reader."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)

@@ -1,7 +1,8 @@
-"""Images for a policy (`--vision`): features of the vision tower in place of their placeholders.
+"""The part of a policy that reads images (`--vision`): features of the vision tower take the place
+of the embeddings of placeholders.
 
 A policy's `hf` is transformers' model of images and text. Without `--vision` its tower is loaded
-only to be exported; with it, the tower belongs to the FSDP root.
+only to be exported; with it, the tower belongs to the root of FSDP.
 
 Shapes: T packed tokens, D hidden size."""
 
@@ -28,23 +29,23 @@ class Images:
     """The part of a policy that reads images."""
 
     def __init__(self, hf: nn.Module, path: str, args: ImageArgs, trainable: bool):
-        """The tower is trained with `--vision train` if the model is `trainable`."""
+        """The tower is trained if the model is `trainable` and the flag is `--vision train`."""
         self.hf = hf
         self.path = path
         self.reader = reader(path, args.max_pixels)
         self.is_trained = trainable and args.vision == "train"
 
     def kept_numbers(self) -> int:
-        """Return the numbers that the tower keeps for its backward, per placeholder of an image; a
-        frozen tower keeps one block at a time."""
+        """Return how many numbers the tower keeps for its backward, per placeholder of an image. A
+        frozen tower has no backward: it keeps one block at a time."""
         vision = self.hf.config.vision_config
         depth = getattr(vision, "num_hidden_layers", None) or vision.depth
         of_block = 10 * vision.hidden_size + 2 * vision.intermediate_size
         return self.reader.patches_per_placeholder * of_block * (depth if self.is_trained else 1)
 
     def inputs(self, tokens: ModelTokens) -> dict:
-        """Return the arguments of the language model for a pack: with images, the embeddings of the
-        tokens in place of their ids."""
+        """Return the language model's arguments for a pack. If it has images, they have the
+        embeddings of the tokens in place of their ids."""
         inputs = packed_inputs(tokens)
         images = images_of(tokens)
         if images is None and not self.is_trained:
@@ -66,22 +67,24 @@ class Images:
                 inputs["visual_pos_masks"] = is_image_T[None]
                 inputs["deepstack_visual_embeds"] = [x.to(embeds_TD) for x in features.deepstack]
         if self.is_trained:
-            # FSDP reduces the gradients that exist: all ranks must have the same ones.
+            # FSDP reduces the gradients that exist, so every weight needs one on every rank, images
+            # or not.
             embeds_TD = embeds_TD + 0.0 * self._touch()
         inputs["input_ids"] = None
         return inputs | dict(inputs_embeds=embeds_TD[None])
 
     def _touch(self) -> Tensor:
-        """Return a number that depends on every weight of the tower."""
+        """Return a number that depends on every trained weight of the tower."""
         weights = (p for tower in towers_of(self.hf) for p in tower.parameters())
         return sum(p.flatten()[0] for p in weights if p.requires_grad)
 
     @torch.no_grad()
     def check(self, model: nn.Module, first: list[int], second: list[int]) -> None:
-        """Refuse a model in which an image in one sequence of a pack changes another, or does
-        not change its own. `first` and `second` are token ids. Collective. Raises `ValueError`."""
+        """Refuse a model that reads images in a pack wrongly: an image must change the log-probs of
+        its own sequence and of no other. `first` and `second` are token ids. Collective. Raises
+        `ValueError`."""
         usual = self.reader
-        self.reader = small = reader(self.path, 1)  # few patches
+        self.reader = small = reader(self.path, 1)  # as few patches as possible
         packs = []
         for seed in (0, 1):
             content = noise(seed)
@@ -103,8 +106,8 @@ class Images:
             raise ValueError("another image does not change the log-probs after it")
 
     def limit_exported(self, files: dict[str, bytes]) -> None:
-        """Set `--max_pixels` in the exported `files` of the image processor, which has a file or a
-        part of one."""
+        """Write `--max_pixels` into the exported `files` of the image processor: into its own file,
+        or into its part of another."""
         if self.reader.max_pixels is None:
             return
         changes: dict[str, object] = dict(size=self.reader.size, min_pixels=None, max_pixels=None)
@@ -116,7 +119,7 @@ class Images:
 
 
 def noise(seed: int) -> bytes:
-    """Return a picture of 64 x 64 random pixels, as PNG."""
+    """Return a PNG of 64 x 64 random pixels."""
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (64, 64, 3), generator=generator, dtype=torch.uint8)
     content = io.BytesIO()
