@@ -1,12 +1,12 @@
 """Frozen weights under adapters in 4.25 bits each: QLoRA (Dettmers et al. 2023, arXiv:2305.14314).
 
-A block of 64 numbers of a row has a scale, its largest magnitude in bfloat16, and codes of 4 bits:
-the nearest of 16 quantiles of a normal distribution (NF4), in shares of the scale. They are
-bitsandbytes' codes. A row of bytes holds two codes a byte, the first one in the high half, and then
-the row's scales: one parameter, which FSDP2 shards by rows like the matrix.
+A row is cut into blocks of 64 numbers. A block has a scale, its largest magnitude in bfloat16, and
+for each number a code of 4 bits: which of 16 quantiles of a normal distribution (NF4) is nearest to
+number / scale. The codes are bitsandbytes' own. A packed row is bytes: two codes in each, the first
+in the high half, and then the row's scales. FSDP2 shards it by rows like any matrix.
 
-Unpacking looks numbers up in a table, rounds them to the compute dtype, and is the same on every
-device: forward, backward, engine and files have the numbers that a folder in this dtype would have.
+Unpacking looks numbers up in a table and rounds them to the compute dtype. It gives the same
+numbers on every device, so forward, backward, engine and exported files agree.
 
 Shapes: I inputs and O outputs of a layer; a packed matrix has O rows of 17 I / 32 bytes."""
 
@@ -33,7 +33,7 @@ PAIRS = torch.cartesian_prod(NF4, NF4)  # [256, 2], the two numbers of each byte
 
 
 def width(inputs: int) -> int:
-    """Return the bytes of a row: half a byte for a code, two bytes for a scale."""
+    """Return the bytes of a packed row: half a byte for each code, two bytes for each scale."""
     return inputs // 2 + 2 * inputs // BLOCK
 
 
@@ -41,7 +41,7 @@ def pack(weight_OI: Tensor) -> Tensor:
     """Return the packed matrix, uint8 [O, 17 I / 32]."""
     blocks = weight_OI.float().unflatten(1, (-1, BLOCK))
     scales = blocks.abs().amax(-1).bfloat16()
-    least = torch.finfo(torch.float32).tiny  # of a block of zeros
+    least = torch.finfo(torch.float32).tiny  # the divisor for a block of zeros
     shares = blocks / scales.float().clamp_min(least)[..., None]
     codes = torch.bucketize(shares, MIDPOINTS.to(shares.device), out_int32=True).flatten(1)
     pairs = codes[:, ::2] * 16 + codes[:, 1::2]
@@ -49,7 +49,7 @@ def pack(weight_OI: Tensor) -> Tensor:
 
 
 def unpack(pairs: Tensor, packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrix [O, I] in `dtype`. `pairs`: the table of bytes, on the device."""
+    """Return the matrix [O, I] in `dtype`. `pairs`: the table `PAIRS`, on the device."""
     half = packed.shape[1] * 16 // 17
     codes = packed[:, :half].unflatten(1, (-1, BLOCK // 2))
     scales = packed[:, half:].contiguous().view(torch.bfloat16).float()
@@ -57,9 +57,10 @@ def unpack(pairs: Tensor, packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def pack_layers(hf: nn.Module, device: torch.device) -> Callable[[dict], dict]:
-    """Give the layers with adapters of a model on meta packed weights. Return the change of a
-    folder's slices that fills them; bytes are packed on `device`. A layer whose inputs do not
-    divide into blocks keeps its weight. Raises `ValueError` if most weights of the blocks stay."""
+    """Give the layers with adapters of a model on meta packed weights. Return the function that
+    changes a folder's slices into what fills them, packing on `device`. A layer keeps its weight if
+    its inputs do not divide into blocks. Raises `ValueError` if most weights of the blocks would
+    stay."""
     in_blocks = hf.get_decoder().layers.named_parameters()
     total = sum(p.numel() for name, p in in_blocks if p.ndim > 1 and ".lora_" not in name)
     dense = partial(unpack, PAIRS.to(device))
@@ -81,7 +82,7 @@ def pack_layers(hf: nn.Module, device: torch.device) -> Callable[[dict], dict]:
 
 
 class Packed:
-    """Slice of a file with a matrix, packed when its rows are read."""
+    """A matrix in a file, as a slice that packs the rows that are read."""
 
     def __init__(self, matrix, device: torch.device):
         self.matrix = matrix
@@ -92,12 +93,12 @@ class Packed:
         return [outputs, width(inputs)]
 
     def __getitem__(self, index) -> Tensor:
-        rows, *_ = index if isinstance(index, tuple) else (index,)  # FSDP2 shards rows alone
+        rows, *_ = index if isinstance(index, tuple) else (index,)  # FSDP2 shards by rows only
         return pack(self.matrix[rows].to(self.device))
 
 
 def packed_slices(weights: dict[str, Tensor], device: torch.device, slices: dict) -> dict:
-    """Return a folder's slices with packed ones of these `weights`, by their names in files."""
+    """Return a folder's slices, with the matrices named in `weights` packed."""
     for name, weight in weights.items():
         if name not in slices or slices[name].get_shape() != list(weight.shape):
             raise ValueError(f"--quantize nf4: no matrix {name} {list(weight.shape)} in the files")
