@@ -1,4 +1,5 @@
-"""Memory, room in the engines and time of a launch, by arithmetic alone (README.md)."""
+"""How much memory and time a launch takes, and what fits in its engines, by arithmetic alone
+(README.md). plan.py prints it."""
 
 import math
 from collections.abc import Sequence
@@ -25,15 +26,15 @@ from extras.plan.memory import (
     training_peak,
 )
 
-# Shares of the published rates that are reached, and the band around the time that they give.
+# The shares of the published rates that runs reach, and the band around the predicted time.
 EAGER, COMPILED = 0.27, 0.38  # of FLOP/s: 271 and 378 of 989 TFLOP/s (docs/log.md)
-DECODING = 0.8  # of bandwidth
+DECODING = 0.8  # of the memory's bandwidth
 BAND = (0.5, 2.0)
 MACHINE = 8  # GPUs of a planned machine
 
 
 class Gpu(NamedTuple):
-    """A kind of GPU by the numbers of its manufacturer; 0: unknown."""
+    """A kind of GPU, by its manufacturer's numbers. 0: unknown."""
 
     memory: float  # bytes that torch reports
     flops: float = 0.0  # per second, dense, bfloat16
@@ -53,7 +54,7 @@ GPUS = {
 
 def flops_per_token(model: PackedModel, length: float) -> float:
     """Return the operations of a forward per token of sequences of this length, as `forward_flops`
-    counts them."""
+    counts."""
     config = model.hf.config.get_text_config()
     heads, width = attention_shape(config)
     layers = config.num_hidden_layers - num_delta_nets(config)
@@ -61,9 +62,9 @@ def flops_per_token(model: PackedModel, length: float) -> float:
 
 
 def bytes_in_cache(config, tokens: float, size: int, gpus: int) -> float:
-    """Return the bytes of a sequence in the cache of each GPU of an engine, with numbers of `size`
-    bytes. A layer keeps the keys and values of all tokens, or of its window; a delta net keeps its
-    state, in float32."""
+    """Return the bytes that a sequence takes in the cache of each GPU of an engine, if a number
+    takes `size` bytes. A layer keeps keys and values of all tokens, or only of its window; a delta
+    net keeps its state, in float32."""
     heads, width = attention_shape(config)
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     per_token = 2 * max(1, key_heads // gpus) * width * size
@@ -81,18 +82,18 @@ def bytes_in_cache(config, tokens: float, size: int, gpus: int) -> float:
 
 @dataclass(frozen=True)
 class Launch:
-    """A run on its GPUs. Models are on meta. Bytes: on each GPU."""
+    """A run on its GPUs. Its models are on meta, without weights. Bytes are those on each GPU."""
 
     args: TrainArgs
     gpus: int
     gpu: Gpu
-    machine: int  # GPUs of a machine
+    machine: int  # GPUs on each machine
     trained: Sequence[PackedModel]
     frozen: Sequence[PackedModel]  # in memory
-    scorers: Sequence[PackedModel]  # each scores the sequences of a step once
+    scorers: Sequence[PackedModel]  # models that score the sequences of a step once
     prompt: float  # mean tokens of a prompt; without sampling, of a sequence
     each: int  # sequences of a row
-    trained_fraction: float = 1.0  # of the sequences
+    trained_fraction: float = 1.0  # share of the sequences that is trained
     own_forwards: float = 0.0  # how often the trained model scores them before the update
 
     @property
@@ -109,7 +110,7 @@ class Launch:
 
     @property
     def new(self) -> int:
-        """Tokens of a completion of full length."""
+        """Tokens of a completion of full length, without its prompt."""
         return self.args.max_new_tokens if self.samples else 0
 
     @property
@@ -126,13 +127,13 @@ class Launch:
 
     @property
     def ranks(self) -> int:
-        """Ranks that a copy of each model is sharded over, as `shard_mesh` does it."""
+        """The number of ranks over which a copy of each model is sharded, as in `shard_mesh`."""
         whole = self.trainers if self.trainers % self.machine else self.machine
         return self.args.shard_ranks or whole
 
     @cached_property
     def kept(self) -> list[int]:
-        """The number of blocks of each trained model that keep their activations."""
+        """How many blocks of each trained model keep their activations."""
         if not self.gpu.memory and self.args.activation_checkpointing is None:
             return [num_blocks(model) for model in self.trained]
         room = USABLE * self.gpu.memory - total(self.states)
@@ -140,7 +141,7 @@ class Launch:
 
     @property
     def states(self) -> Bytes:
-        """The bytes on a training rank during an update, beside those of a micro-batch, by use."""
+        """Bytes on a training rank during an update, by use, without those of a micro-batch."""
         args = self.args
         on_gpu = 0 if args.offload == "all" else 1 / self.ranks
         numbers = sum(num_weights(model, trained=True) for model in self.trained)
@@ -148,7 +149,8 @@ class Launch:
         return {
             "weights": sum(map(size_of, self.trained)) * on_gpu,
             "frozen models": sum(map(size_of, self.frozen)) * on_gpu,
-            # Offloaded moments of one parameter in its update take less than its backward.
+            # The moments of one parameter on the GPU, during its update, take less than its
+            # backward.
             "Adam": 8 * numbers / self.ranks if args.offload == "none" else 0,
             "gradients": 4 * numbers * on_gpu,
             "engine": self.engine_weights if has_copy else 0,
@@ -156,22 +158,22 @@ class Launch:
 
     @property
     def update_memory(self) -> Bytes:
-        """The bytes on a training rank at the peak of an update, by use. Trained models are updated
-        one after the other, so that only one has activations."""
+        """Bytes on a training rank at the peak of an update, by use. Models are updated one after
+        the other, so only one has activations."""
         settings = repeat(self.ranks), repeat(self.args.pack_tokens), self.kept
         return self.states | max(map(training_peak, self.trained, *settings), key=total)
 
     @cached_property
     def memory(self) -> Bytes:
-        """The bytes on a training rank at the peak of a step, by use: the larger peak of the update
-        and, with a colocated engine, of sampling."""
+        """Bytes on a training rank at the peak of a step, by use: that of the update or, if it is
+        larger, that of sampling with a colocated engine."""
         if not self.has_vllm or self.rollout_ranks:
             return self.update_memory
         return max(self.update_memory, self.sampling | dict(engine=self.engine), key=total)
 
     @property
     def sampling(self) -> Bytes:
-        """The bytes on a training rank beside a colocated engine, by use."""
+        """Bytes on a training rank beside a colocated engine that samples, by use."""
         sampling = {name: self.states[name] for name in ("weights", "frozen models", "Adam")}
         policy = self.trained[0]
         return sampling | {"gathered weights": gathered_bytes(policy.hf, policy.compute_dtype)}
@@ -193,7 +195,7 @@ class Launch:
 
     @property
     def engine(self) -> float:
-        """Bytes of an engine: without the flag, what is free while sampling."""
+        """Bytes of an engine: as the flag says, else what is free while it samples."""
         given = self.args.engine_options.get("gpu_memory_utilization")
         if given or self.rollout_ranks:
             return (given or ALONE) * self.gpu.memory
@@ -214,13 +216,13 @@ class Launch:
 
     @property
     def running(self) -> int:
-        """Completions of full length that an engine runs at a time, at most: vLLM's own activations
-        and graphs are not predicted."""
+        """How many completions of full length an engine can run at a time. This is an upper bound:
+        vLLM's own activations and graphs are not predicted."""
         cache = max(0.0, self.engine - self.engine_weights)
         return min(SLOTS, int(cache / self.cached(self.length)))
 
     def problem(self) -> str | None:
-        """Return the reason why the run does not fit or vLLM does not start, if so."""
+        """Return why the run does not fit or vLLM would not start, or None."""
         if round(total(self.memory)) > round(USABLE * self.gpu.memory):
             needs = f"{self.describe_memory()} on each GPU, of which {USABLE:.0%} are usable"
             return f"needs {needs}; --offload, --lora_rank or more GPUs save memory"
@@ -241,7 +243,7 @@ class Launch:
         return EAGER if self.args.compile is False else COMPILED
 
     def seconds(self) -> dict[str, float]:
-        """Return the time of each phase of a step, all completions at full length."""
+        """Return the seconds of each phase of a step, if all completions have full length."""
         tokens = self.sequences * self.length / self.trainers / (self.training * self.gpu.flops)
         times = dict(rollout=self.rollout_seconds()) if self.has_vllm else {}
         own = self.own_forwards * flops_per_token(self.trained[0], self.length)
@@ -258,21 +260,22 @@ class Launch:
         return self.rollout_ranks > 0 and self.args.max_staleness > 0
 
     def step_seconds(self, phases: dict[str, float]) -> float:
-        """Return the time of a step from that of its phases."""
+        """Return the seconds of a step with these phases."""
         rollout = phases.get("rollout", 0.0)
         rest = sum(phases.values()) - rollout
         return max(rollout, rest) if self.overlaps else rollout + rest
 
     def passes(self, model: PackedModel) -> float:
-        """Return how many forwards forward and backward take: 2 if only adapters are trained, and
-        a part for the blocks that are recomputed."""
+        """Return how many forwards a forward and backward cost: 3, or 2 if only adapters are
+        trained, plus the share of blocks that are recomputed."""
         is_whole = next(model.hf.parameters()).requires_grad
         kept = self.kept[self.trained.index(model)]
         return (3 if is_whole else 2) + 1 - kept / num_blocks(model)
 
     def rollout_seconds(self) -> float:
-        """Return the time in which an engine samples its share. A token of all running completions
-        takes as long as reading the weights and the cache, half full, or as computing it."""
+        """Return the seconds in which an engine samples its share. One token of all running
+        completions takes as long as the slower of two things: reading the weights and the cache,
+        half full, and computing."""
         policy = self.trained[0]
         rate = EAGER * self.gpu.flops * self.args.tensor_parallel_size  # not measured in vLLM
         prompts = self.args.rows_per_step * self.prompt / self.engines

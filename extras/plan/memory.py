@@ -1,7 +1,8 @@
-"""Whether the activations of a run fit on its GPUs. Bytes, on each rank.
+"""How many blocks can keep their activations on the GPUs of a run. `Run` asks it on CUDA, and the
+plan does (launch.py, which adds what lies on a GPU already). Bytes are those on each rank.
 
-README.md explains the arithmetic; `bench/memory_plan.py` compares it with the allocations of
-a training step on fake tensors. launch.py adds what lies on a GPU already."""
+README.md explains the arithmetic; `bench/memory_plan.py` compares it with the allocations of a
+training step on fake tensors."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,9 +26,9 @@ Bytes = dict[str, float]  # bytes by use
 
 
 def keep_activations_that_fit(trained: Sequence[nn.Module], args: TrainArgs) -> str:
-    """Turn activation checkpointing off for as many blocks as fit beside all that is already on the
-    GPU, unless the flag is given. Return a line about memory. Call it when models and optimizers
-    are loaded and a colocated engine sleeps. Collective."""
+    """Turn activation checkpointing off for as many blocks as fit beside everything that is on the
+    GPU already, unless the flag is given. Return a line about memory. Call it when models and
+    optimizers are loaded and a colocated engine sleeps. Collective."""
     ranks = next(trained[0].parameters()).device_mesh.size(-1)  # (shards,) or (copies, shards)
     used, capacity = used_memory(trained[0].device)
     if args.offload != "all":
@@ -46,8 +47,8 @@ def keep_activations_that_fit(trained: Sequence[nn.Module], args: TrainArgs) -> 
 
 
 def blocks_to_keep(model: nn.Module, room: float, ranks: int, args: TrainArgs) -> int:
-    """Return the number of blocks whose activations are not recomputed: all or none by the flag,
-    else as many as fit in `room` bytes."""
+    """Return how many blocks keep their activations instead of recomputing them: all or none if the
+    flag says so, else as many as fit in `room` bytes."""
     count = num_blocks(model)
     if args.activation_checkpointing is not None:
         return 0 if args.activation_checkpointing else count
@@ -61,8 +62,8 @@ def blocks_to_keep(model: nn.Module, room: float, ranks: int, args: TrainArgs) -
 
 
 def keep_activations(model: nn.Module, count: int) -> None:
-    """Turn activation checkpointing off for the last `count` blocks. Their backward is the first:
-    when an earlier block is recomputed, their activations are gone."""
+    """Turn activation checkpointing off for the last `count` blocks. The last blocks run their
+    backward first, so their activations are gone when an earlier block is recomputed."""
     if count == num_blocks(model):
         model.hf.gradient_checkpointing_disable()
     for block in model.hf.get_decoder().layers[num_blocks(model) - count :]:
@@ -70,11 +71,12 @@ def keep_activations(model: nn.Module, count: int) -> None:
 
 
 def training_peak(model: nn.Module, ranks: int, pack_tokens: int, kept: int) -> Bytes:
-    """Return the memory of one micro-batch of a model that is sharded over `ranks` and keeps the
-    activations of the last `kept` blocks, beside weights, gradients and Adam's moments. It is that
-    of the largest of three times: the backward of the head, of a block, and of the root, which FSDP
-    holds until the end. A student also has a copy of its teacher's head, which counts like its
-    own."""
+    """Return the memory of one micro-batch beside weights, gradients and Adam's moments, by use.
+    The model is sharded over `ranks` and keeps the activations of its last `kept` blocks.
+
+    The peak is at one of three times: in the backward of the head, of a block, or of the root,
+    which FSDP holds to the end. A student also has a copy of its teacher's head, which counts like
+    its own."""
     size = model.compute_dtype.itemsize
     config = model.hf.config.get_text_config()
     block, root = block_and_root(model, partial(gathered_size, size=size))
@@ -83,14 +85,14 @@ def training_peak(model: nn.Module, ranks: int, pack_tokens: int, kept: int) -> 
     recomputed = len(of_blocks) - kept
     inputs = recomputed * size * config.hidden_size
     saved = inputs + sum(of_blocks[recomputed:])
-    again = inputs + max(of_blocks[:recomputed], default=0)  # the blocks behind it are done
+    again = inputs + max(of_blocks[:recomputed], default=0)  # later blocks are done by then
     last = (4 + 2 * size) * config.hidden_size  # the last norm and the head
     of_tower = 0 if model.images is None else size * model.images.kept_numbers()
     head = model.hf.get_output_embeddings()
     num_head = 0 if head is None else head.weight.numel()  # 0: a scalar head
     head_trained = num_head if root_trained else 0
 
-    # In the forward two chunks of logits, in the backward the gradient of the head and as many
+    # The forward has two chunks of logits; the backward has the gradient of the head, and as many
     # numbers per logit as the loss needs.
     chunk = chunk_size(config.vocab_size * (1 + model.distils), on_cuda=True)
     logits = 4 * min(pack_tokens, chunk) * config.vocab_size if num_head else 0
@@ -107,16 +109,16 @@ def training_peak(model: nn.Module, ranks: int, pack_tokens: int, kept: int) -> 
         "activations": (max(saved, again) + last + of_tower) * pack_tokens,
         "gradients in reduction": size * head_trained + (size + 4) * block_trained,
     }
-    # From the compute dtype to float32, and from there to shards.
+    # Gradients go from the compute dtype to float32, and from there to shards.
     reduced = max(size + 4, 4 + 4 / ranks) * root_trained
     at_root = {"gradients in reduction": reduced + 4 * block_trained}
     return max(at_head, at_block, at_root, key=total)
 
 
 def kept_by_blocks(model: nn.Module) -> list[float]:
-    """Return the bytes per token that each block keeps for its backward: the inputs of norms (in
-    float32 too) and of matrix products, queries, keys, values and outputs of attention, and four
-    activations of the MLP's width."""
+    """Return how many bytes per token each block keeps for its backward: the inputs of norms (in
+    float32 too) and of matrix products; queries, keys, values and outputs of attention; and four
+    activations as wide as the MLP."""
     size, config = model.compute_dtype.itemsize, model.hf.config.get_text_config()
     heads, width = attention_shape(config)
     queries = heads * width
@@ -138,8 +140,8 @@ def kept_by_blocks(model: nn.Module) -> list[float]:
 
 
 def block_and_root(model: nn.Module, measure: Callable[[nn.Module], int]) -> tuple[int, int]:
-    """Return the `measure` of the largest block, and of the weights outside of blocks that FSDP
-    gathers: towers only if they read images."""
+    """Return `measure` of the largest block, and of all that FSDP gathers outside of blocks. Towers
+    are left out unless they read images."""
     blocks = [measure(block) for block in model.hf.get_decoder().layers]
     towers = towers_of(model.hf) if model.images is None else []
     apart = sum(blocks) + sum(measure(tower) for tower in towers)
@@ -151,21 +153,21 @@ def num_blocks(model: nn.Module) -> int:
 
 
 def num_weights(module: nn.Module, trained: bool = False) -> int:
-    """Return the number of weights of all ranks together, or of those with a gradient."""
+    """Return the number of weights on all ranks together, or only of those that are trained."""
     parameters = [p for p in module.parameters() if p.requires_grad or not trained]
     packed = 0 if trained else sum(map(num_packed, module.modules()))
     return packed + sum(p.numel() for p in parameters if p.is_floating_point())
 
 
 def num_packed(module: nn.Module) -> int:
-    """Return the number of weights that a module itself holds as bytes (`--quantize`)."""
+    """Return how many weights a module itself holds as packed bytes (`--quantize`)."""
     is_packed = isinstance(module, nn.Linear) and not module.weight.is_floating_point()
     return module.in_features * module.out_features if is_packed else 0
 
 
 def gathered_size(module: nn.Module, size: int) -> int:
-    """Return the bytes of all weights when FSDP has gathered them in numbers of `size` bytes;
-    packed ones are gathered as they are."""
+    """Return the bytes of weights that FSDP has gathered, `size` each; packed ones stay as they
+    are."""
     return sum(p.numel() * (size if p.is_floating_point() else 1) for p in module.parameters())
 
 

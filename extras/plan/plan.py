@@ -1,4 +1,4 @@
-"""`--dry_run`: check a launch and print its plan, without weights (README.md)."""
+"""`--dry_run`: check a launch and print its plan, without loading weights (README.md)."""
 
 import math
 import os
@@ -45,10 +45,10 @@ def dry_run(
     """Print the first row of the run, the rewards of ten rows and the plan.
 
     `data`: the samples, or the prompts of a script with `rewards`; `counts`: dropped rows by
-    reason. `path`: the trained policy, of this `kind`; `value_path`: the trained scalar model;
-    `frozen`: policies in memory, in float32 if they are `moving`, which score the sequences of a
-    step once. `own_forwards`: how often a step runs trained models on all of them without a
-    gradient; `trained_fraction`: the share of its sequences that are trained.
+    reason. `path`: the trained policy, of this `kind`; `value_path`: the trained scalar model.
+    `frozen`: policies in memory that score the sequences of a step once, in float32 if they are
+    `moving`. `own_forwards`: how often a step runs trained models on all sequences without a
+    gradient; `trained_fraction`: the share of the sequences that is trained.
 
     Collective. Raises `ValueError` if the run does not fit, or a model is not supported, and
     `RunError` if rewards cannot be computed."""
@@ -61,7 +61,7 @@ def dry_run(
     if gpu.memory and args.dtype == "auto":
         args = replace(args, dtype="bfloat16")
     trained, others = build(args, path, value_path, frozen, moving, kind, image_args)
-    # With adapters, a frozen policy may be the trained one without them.
+    # With adapters, the frozen policy may be the trained one with its adapters off.
     own_forwards += list(frozen).count(path) if args.lora_rank else 0
     samples = [*chain.from_iterable(groups)]
     launch = Launch(
@@ -91,8 +91,8 @@ def dry_run(
 
 
 def first_groups(args: TrainArgs, data) -> list[list[Sample]]:
-    """Return the samples of each row of the first step. `data`: groups of samples, or prompts with
-    their rows."""
+    """Return the samples of each row of the first step. `data`: groups, or prompts with their
+    rows."""
     groups = []
     order = make_order(data.rows, args) if isinstance(args, OnlineArgs) else data.order(args)
     for i in order.draw(args.rows_per_step):
@@ -111,14 +111,14 @@ def rewards_of_rows(
     empty completions. Collective."""
     row = prompts[0].row
     column = next((name for name in ANSWERS if row.get(name) is not None), None)
-    if isinstance(args, OnlineArgs) and args.has_turns:  # an answer is no episode
+    if isinstance(args, OnlineArgs) and args.has_turns:  # a row's answer is no episode
         column = None
     groups = []
     for prompt in prompts:
         value = prompt.row.get(column, "")
         text = str(value[0] if isinstance(value, list) and value else value)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        # without the prompt, which may open a thought
+        # leave out the prompt, which may open a thought
         answer = Completion(ids, [], row=prompt.row, text=text)
         groups.append([answer, Completion(prompt.ids, [], prompt.prompt_length, prompt.row)])
     for name, values_P2 in rewards.wait(groups, Meter()).by_name.items():
@@ -140,8 +140,8 @@ def build(
     kind: type[Policy] = Policy,
     image_args: ImageArgs = NO_IMAGES,
 ) -> tuple[list[PackedModel], list[PackedModel]]:
-    """Return the trained and the frozen models of a run on meta, reward models among them. A frozen
-    policy equal to an adapted one takes no memory."""
+    """Return the trained and the frozen models of a run on meta, the latter with reward models. A
+    frozen policy that is the trained one without adapters takes no memory, and is not listed."""
     load_own = partial(load_policy, args=args, device=META, image_args=image_args)
     trained = [load_own(path, kind=kind)] if path is not None else []
     if value_path is not None:
@@ -163,8 +163,8 @@ def build(
 
 
 def gpus_of(args: CheckpointArgs) -> tuple[int, int, str, Gpu]:
-    """Return the number of GPUs, how many a machine has, their kind and its numbers: of `--dry_run
-    8xH100`, or of this launch. The memory of a CPU, which other programs share, counts as 0."""
+    """Return the number of GPUs, the number on a machine, their kind and its numbers: those of
+    `--dry_run 8xH100`, or of this launch. A CPU has memory 0, because other programs share it."""
     if args.planned_ranks:
         kind = args.dry_run.partition("x")[2].upper()
         if kind not in GPUS:
@@ -225,7 +225,7 @@ def describe_time(launch: Launch, name: str, steps: int) -> Iterator[str]:
 
 
 def span(seconds: float) -> str:
-    """Return the band around a time as text, in the unit of its end."""
+    """Return the band around a time as text, in a fitting unit."""
     units = ((172_800, 86_400, "days"), (7_200, 3_600, "hours"), (120, 60, "min"), (1, 1, "s"))
     high = max(BAND) * seconds
     size, unit = next(((size, unit) for least, size, unit in units if high >= least), (1e-3, "ms"))
@@ -233,5 +233,5 @@ def span(seconds: float) -> str:
 
 
 def band(number: float) -> str:
-    """Return the band around a number as text, with two digits each."""
+    """Return the band around a number as text, with two digits for each end."""
     return " to ".join(f"{float(f'{bound * number:.2g}'):,g}" for bound in BAND)

@@ -4,7 +4,7 @@ docs/memory.md.
     python extras/plan/table.py            # print it
     python extras/plan/table.py --write    # put it between the marks of docs/memory.md
 
-Nothing here is measured. Weights are not loaded: models are built on meta from their shapes."""
+Nothing here is measured, and no weights are loaded: models are built on meta from their shapes."""
 
 import sys
 import tempfile
@@ -70,7 +70,7 @@ PROMPT = 200  # tokens
 
 @cache
 def folder(size: str) -> str:
-    """Return a folder with the config of a model, without weights."""
+    """Return a folder that has the config of a model but no weights."""
     path = Path(tempfile.mkdtemp(prefix="plan_"), size)
     SHAPES[size].save_pretrained(path)
     (path / "tokenizer_config.json").write_text("{}")
@@ -79,14 +79,14 @@ def folder(size: str) -> str:
 
 @cache
 def policy_of(size: str, lora_rank: int) -> PackedModel:
-    """Return the policy on meta, the same for both scripts and all GPUs."""
+    """Return the policy on meta. It is the same for both scripts and all GPUs."""
     args = sft.Args(**SFT, lora_rank=lora_rank)
     (policy,), _ = build(args, folder(size), None, [])
     return policy
 
 
 def launch_of(script: str, size: str, method: str, gpus: int, card: int, ways: int = 1) -> Launch:
-    """Return the launch of sft.py or grpo.py; `ways`: --tensor_parallel_size."""
+    """Return a launch of sft.py or grpo.py. `ways`: `--tensor_parallel_size`."""
     kind = CARDS[card]
     planned = dict(dry_run=f"{gpus}x{kind}", **METHODS[method])
     if script == "sft":
@@ -100,8 +100,8 @@ def launch_of(script: str, size: str, method: str, gpus: int, card: int, ways: i
 
 
 def least_memory(launch: Launch) -> float:
-    """Return the GiB of the smallest card for the launch: blocks recompute their activations, and
-    an engine has room for its weights and one sequence."""
+    """Return how many GiB the smallest card for this launch has, if all blocks recompute their
+    activations and an engine has just room for its weights and one sequence."""
     again = replace(launch, args=replace(launch.args, activation_checkpointing=True))
     needed = total(again.update_memory)
     if launch.has_vllm:
@@ -113,8 +113,8 @@ def least_memory(launch: Launch) -> float:
 
 
 def figure(launches: Sequence[Launch]) -> str:
-    """Return tokens/s of sft.py on all GPUs or seconds of a step of grpo.py, to two digits, for the
-    first launch that fits; "-" if none does."""
+    """Return the cell of a launch: tokens/s of sft.py on all GPUs, or seconds of a step of grpo.py,
+    to two digits. It is about the first of `launches` that fits, "-" if none does."""
     fits = (each for each in launches if least_memory(each) * GIB <= each.gpu.memory)
     launch = next(fits, None)
     if launch is None:
@@ -127,13 +127,13 @@ def figure(launches: Sequence[Launch]) -> str:
 
 @cache
 def launches_of(script: str, size: str, gpus: int, method: str) -> list[list[Launch]]:
-    """Return for each card the launches in all ways to divide the engines."""
+    """Return, for each card, the launches in all ways to divide the engines."""
     ways = (1, 2, 4, 8) if script == "grpo" and gpus == 8 else (1,)
     return [[launch_of(script, size, method, gpus, card, n) for n in ways] for card in CARDS]
 
 
 def needed(script: str, size: str, gpus: int, method: str) -> float:
-    """Return the GiB of the smallest card for a launch, whichever way its engines are divided."""
+    """Return the GiB of the smallest card for a launch, with its engines divided at best."""
     return min(map(least_memory, launches_of(script, size, gpus, method)[0]))
 
 
@@ -143,7 +143,7 @@ def row(*cells: str) -> str:
 
 def lines(sizes: Sequence[str] = SIZES, scripts: Sequence[str] = SCRIPTS) -> Iterator[str]:
     """Yield for each script the memory of all methods, and the speed of those whose traffic is
-    planned; in each row 1 GPU and then 8."""
+    planned. A row has 1 GPU first and then 8."""
     for script in scripts:
         yield row(f"{script}.py, GiB", *map(", ".join, product(COUNTS, METHODS)))
         yield f"|---|{'--:|' * len(METHODS) * len(COUNTS)}"
@@ -161,7 +161,7 @@ def lines(sizes: Sequence[str] = SIZES, scripts: Sequence[str] = SCRIPTS) -> Ite
 
 
 def written(page: str) -> str:
-    """Return the page with the tables between its marks."""
+    """Return the page with new tables between its marks."""
     before, rest = page.split(MARKS[0])
     _, after = rest.split(MARKS[1])
     return "\n".join((f"{before}{MARKS[0]}", "", *lines(), f"{MARKS[1]}{after}"))
