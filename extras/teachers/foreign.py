@@ -1,9 +1,9 @@
 """A teacher with another tokenizer: it reads the text of prompt and completion in its own tokens.
 
-Student and teacher are compared on spans, the shortest parts of a completion that both tokenizers
-cut out: the log-prob of a span is the sum over its tokens (chain rule). GOLD (Hugging Face, 2025)
-has the same spans, but merges whole distributions over them. The end of a completion is a span: the
-student's EOS is the text that ends a completion for the teacher."""
+Student and teacher are compared on spans, the shortest parts of a completion that begin and end at
+a token of both. The log-prob of a span is the sum over its tokens (chain rule). GOLD (Hugging Face,
+2025) has the same spans, but merges whole distributions over them. The end of a completion is a
+span: the student's EOS stands for the text that ends a completion for the teacher."""
 
 import json
 import re
@@ -31,8 +31,8 @@ from common.text.tokenizer import eos_token_ids, format_of
 
 
 class Spans:
-    """Log-probs of a teacher, which are known for spans of several tokens of the student. A plain
-    class: see `TopK`."""
+    """A teacher's log-probs of spans, each of some tokens of the student. A plain class, like
+    `TopK`."""
 
     def __init__(self, starts_T: Tensor, shares_T: Tensor):
         self.starts_T = starts_T  # 1 for the first token of a span, 0 for the others
@@ -58,7 +58,7 @@ class Spans:
 
 
 class Reading(NamedTuple):
-    """A completion as the teacher reads it, and the number of the span of each token."""
+    """A completion in the teacher's tokens, and the span of each token of student and teacher."""
 
     sample: Sample
     spans: list[int]  # of the student's tokens of the completion
@@ -66,7 +66,7 @@ class Reading(NamedTuple):
 
 
 class ForeignTeacher(Teacher):
-    """Frozen policy that reads text, not the student's tokens. Call `set_tokenizers` first."""
+    """A frozen policy that reads text, not the student's tokens. Call `set_tokenizers` first."""
 
     forward_methods = ()
     reads_text = True
@@ -74,7 +74,7 @@ class ForeignTeacher(Teacher):
     def set_tokenizers(
         self, tokenizer, student_path: str, student_tokenizer, rows: list[dict], args: SamplingArgs
     ) -> None:
-        """Set how to read completions of the prompts in `rows`. Raises `ValueError` for a tokenizer
+        """Prepare to read completions of the prompts in `rows`. Raises `ValueError` for a tokenizer
         whose tokens have no bytes, and if the prompts cannot be read with the flags."""
         self.args = args
         self.tokenizer = tokenizer
@@ -115,7 +115,7 @@ class ForeignTeacher(Teacher):
         return [[next(read) for _ in group] for group in groups]
 
     def teach(self, mb: PackedBatch) -> Spans:
-        """Return the log-probs of the spans for a student's `distill`."""
+        """Return the log-probs of spans, for a student's `distill`."""
         return Spans(mb.span_starts_T, mb.teacher_shares_T)
 
     def _readings(self, group: Group) -> list[Reading | str]:
@@ -126,8 +126,8 @@ class ForeignTeacher(Teacher):
         return [self._reading(sample, prompt) for sample in group]
 
     def _reading(self, sample: Completion, prompt: Sequence[int]) -> Reading | str:
-        """Return the completion in the teacher's tokens after the `prompt` in these, or why it has
-        no spans."""
+        """Return a completion in the teacher's tokens, after the `prompt` in these tokens, or why
+        it cannot be divided into spans."""
         ids = sample.completion_ids
         has_end = ids[-1] in self.student_ends
         pieces = [self.student_bytes.get(i) for i in (ids[:-1] if has_end else ids)]
@@ -138,7 +138,7 @@ class ForeignTeacher(Teacher):
             end = self._end(sample.row) if has_end else ""
             own_ids = self.encoder.text_ids.after("", text)
             end_ids = self.encoder.text_ids.after(text, end)
-        except ValueError as error:  # of UTF-8 too: half of a character
+        except ValueError as error:  # also a UnicodeDecodeError: half of a character
             return distributed.first_line(error)
         own_pieces = [self.bytes_of.get(i) for i in own_ids]
         if None in own_pieces or b"".join(own_pieces) != text.encode():
@@ -161,10 +161,10 @@ class ForeignTeacher(Teacher):
         return self.encoder.chat.end.last
 
     def _scores(self, samples: list[Sample]) -> list[Tensor]:
-        """Return the log-probs of the completion's tokens of each sample. Collective."""
+        """Return the teacher's log-probs of the completion of each sample. Collective."""
         groups = [[sample] for sample in samples]
         packs = pack_groups(groups, self.args.pack_tokens, self.device, self.share_prefix)
-        logprobs = {}  # of whole samples of all ranks, by index
+        logprobs = {}  # of whole samples, by their index among those of all ranks
         for mb in packs:
             logprobs_T = self(mb, self.args.temperature).logprobs_T.double().cpu()
             for n, index in enumerate(mb.index_N.tolist()):
@@ -176,15 +176,15 @@ class ForeignTeacher(Teacher):
 
 
 def common_spans(ends: Sequence[int], other_ends: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the number of the span of each token of two tokenizers, given where their tokens end
-    in the same bytes."""
+    """Return the number of its span for each token of two tokenizers. `ends` and `other_ends` are
+    the places in the bytes of the text where their tokens end."""
     cuts = sorted({*ends} & {*other_ends})
     return [bisect_left(cuts, end) for end in ends], [bisect_left(cuts, end) for end in other_ends]
 
 
 def with_spans(sample: Completion, reading: Reading, logprobs: Tensor) -> Completion:
-    """Return a completion with the streams of `Spans`, from the log-probs of the teacher's tokens.
-    The tokens of a prompt are spans of one token."""
+    """Return a completion with the streams that `Spans` reads, from the log-probs of the teacher's
+    tokens. Each token of the prompt is a span of its own."""
     spans = torch.tensor(reading.spans)
     sizes = spans.bincount()
     sums = torch.zeros_like(sizes, dtype=torch.float64)
@@ -196,7 +196,7 @@ def with_spans(sample: Completion, reading: Reading, logprobs: Tensor) -> Comple
 
 
 def masked(sample: Completion) -> Completion:
-    """Return a completion that is not trained, with the streams of `Spans`."""
+    """Return a completion that is not trained, with empty streams of `Spans`."""
     count = len(sample.ids)
     streams = sample.streams | dict(span_starts=[1.0] * count, teacher_shares=[0.0] * count)
     return replace(sample, loss_mask=[False] * count, streams=streams)
@@ -222,7 +222,7 @@ def bytes_of_tokens(tokenizer) -> dict[int, bytes]:
 
 
 def _piece(text: str, has_blanks: bool) -> bytes:
-    """Return the bytes of a SentencePiece token: `<0x0A>` is a byte, and a blank is U+2581."""
+    """Return the bytes of a SentencePiece token: `<0x0A>` is one byte, and U+2581 is a blank."""
     if re.fullmatch("<0x[0-9A-F]{2}>", text):
         return bytes.fromhex(text[3:5])
     return (text.replace("\u2581", " ") if has_blanks else text).encode()

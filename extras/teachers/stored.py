@@ -1,11 +1,10 @@
-"""A teacher's stored log-probs of the data's completions (`--teacher_logprobs stored`).
+"""A teacher's log-probs of the data's completions, stored in files (`--teacher_logprobs stored`).
 
-A row of a file has the numbers of a token: S log-probs, K tokens (ids below 2^24), the log-prob of
-the target and the entropy, float32.
+A row of a file is about one token: S log-probs, the ids of the K most likely tokens (below 2^24),
+the log-prob of the target and the entropy, all as float32.
 
 Shapes: T tokens, t computed ones, K most likely tokens, S = K and the rest, M stored tokens, X
-numbers of a row.
-"""
+numbers of a row."""
 
 import hashlib
 import os
@@ -30,9 +29,9 @@ CHUNK = 512  # samples whose tokens share a file
 
 
 class StoredTeacher:
-    """Stored distributions of a teacher at the trained tokens of samples, coarsened to its most
-    likely tokens. The files do not depend on the number of ranks; complete files of a killed run
-    are kept."""
+    """A teacher's distributions at the trained tokens of samples, coarsened to its most likely
+    tokens. The files do not depend on the number of ranks. After a kill, complete files are
+    kept."""
 
     flops = 0.0  # no model runs
     reads_text = False
@@ -41,12 +40,13 @@ class StoredTeacher:
         self, folder: Path, path: str, load: Callable[[str], Teacher], samples: list[Sample],
         vocabulary: int, args: OnlineArgs, top_k: int, device: torch.device,
     ):  # fmt: skip
-        """Collective. Raises `ValueError` for a damaged file."""
+        """Load the files in `folder`, after `load(path)`, the teacher, has scored what is missing.
+        Collective. Raises `ValueError` for a damaged file."""
         self.vocabulary = vocabulary
         self.top_k = top_k
         self.device = device
         has_rest = top_k < vocabulary
-        self.widths = (top_k + has_rest, top_k, 1, 1)  # of the parts of a row
+        self.widths = (top_k + has_rest, top_k, 1, 1)  # numbers of each part of a row
         chunks = [samples[start : start + CHUNK] for start in range(0, len(samples), CHUNK)]
         places = accumulate(map(_trained, samples), initial=0)
         for sample, before in zip(samples, places, strict=False):
@@ -74,8 +74,8 @@ class StoredTeacher:
     def _scored(
         self, teacher: Teacher, samples: list[Sample], start: int, args: OnlineArgs, writer: int
     ) -> Tensor | None:
-        """Return, on the rank `writer`, the row of each trained token of the samples, the first of
-        which is number `start`, [M, X]. Collective."""
+        """Return, on the rank `writer` alone, a row for each trained token of the samples, [M, X].
+        `start` is the number of the first of these tokens. Collective."""
         places = [torch.zeros(0, dtype=torch.int64)]
         rows = []
         share = distributed.items_of_rank(samples)
@@ -93,7 +93,7 @@ class StoredTeacher:
             rows.append(rows_TX[mb.loss_mask_T].cpu())
             if mb.num_samples:
                 places.append(mb.stored_at_T[mb.loss_mask_T].cpu())
-        teacher.reshard()  # after a forward without backward the root is still whole
+        teacher.reshard()  # after a forward without a backward, FSDP has not freed the root
         is_writer = distributed.rank() == writer
         scored = [None] * distributed.world_size() if is_writer else None
         dist.gather_object((torch.cat(places), torch.cat(rows)), scored, writer)
@@ -108,7 +108,7 @@ class StoredTeacher:
     def teach(self, mb: PackedBatch) -> TopK:
         """Return the teacher's distributions for a student's `distill`."""
         last = self.starts[-1] - 1
-        places_t = mb.model_tokens.stored_at_T.clamp(max=last).cpu()  # masked tokens: any place
+        places_t = mb.model_tokens.stored_at_T.clamp(max=last).cpu()  # a masked token reads any row
         file_number_t = torch.bucketize(places_t, torch.tensor(self.starts), right=True) - 1
         rows_tX = torch.empty(len(places_t), sum(self.widths))
         for number in file_number_t.unique().tolist():
@@ -124,7 +124,7 @@ class StoredTeacher:
 
 
 def _trained(sample: Sample) -> int:
-    """Return the number of trained tokens of a sample; its first token is never predicted."""
+    """Return the number of trained tokens of a sample. Its first token is never predicted."""
     return sum(sample.loss_mask[1:])
 
 
@@ -136,7 +136,7 @@ def _save(file: Path, rows_MX: Tensor) -> None:
 
 
 def _digest_of(samples: Sequence[Sample], path: str, *settings: object) -> str:
-    """Return a digest of all that decides the log-probs of samples: tokens, images, the model (its
+    """Return a digest of everything that decides the log-probs: tokens, images, the model (its
     path, and names, sizes and times of its files) and `settings`."""
     stats = []
     for file in sorted(Path(os.path.expanduser(path)).glob("*.safetensors")):
@@ -145,18 +145,18 @@ def _digest_of(samples: Sequence[Sample], path: str, *settings: object) -> str:
     hashed = hashlib.blake2b(repr((path, stats, *settings)).encode())
     for sample in samples:
         images = [image.digest for image in sample.images]
-        # None stands for a field that samples once had: digests stay the same.
+        # None stands for a field that samples no longer have, so that old digests stay valid.
         ids, mask = [*sample.ids], [*map(bool, sample.loss_mask)]
         hashed.update(repr((ids, mask, None, images)).encode())
     return hashed.hexdigest()
 
 
 def _claim(folder: Path, digest: str) -> None:
-    """Delete stored files of another digest. Collective."""
+    """Delete the stored files in a folder if they have another digest. Collective."""
     mark = folder / "digest"
     if distributed.is_main() and not (mark.is_file() and mark.read_text() == digest):
         folder.mkdir(exist_ok=True)
-        # The mark first: a kill may leave half of the files.
+        # Delete the mark first: a kill may leave only half of the files.
         for old in (mark, *folder.glob("*.safetensors")):
             old.unlink(missing_ok=True)
         durable.write_text(mark, digest)
@@ -164,7 +164,7 @@ def _claim(folder: Path, digest: str) -> None:
 
 
 def _read(file: Path, count: int) -> Tensor:
-    """Return the rows of `count` tokens, memory-mapped."""
+    """Return the rows of `count` tokens, memory-mapped. Raises `ValueError` for a damaged file."""
     try:
         if durable.read_json(file.with_suffix(".json"))["fingerprint"] != durable.fingerprint(file):
             raise ValueError("it was changed after it was written")
