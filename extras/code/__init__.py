@@ -1,1 +1,1 @@
-"""Rewards for programs: which block is the program, tests, and the sandbox that runs both."""
+"""Rewards for programs: finding them in completions, their tests, and the sandbox for both."""

@@ -31,7 +31,7 @@ class StdinTest:
 
 @dataclass(frozen=True, config=CONFIG)
 class CallTest:
-    """`function(*args, **kwargs)` must be the same (judge.py) as one of `results`."""
+    """`function(*args, **kwargs)` must equal one of `results`, as judge.py compares them."""
 
     function: str
     args: list = Field(default_factory=list)
@@ -43,9 +43,9 @@ class CallTest:
 
 @dataclass(frozen=True, config=CONFIG)
 class AssertTest:
-    """`source` must run without an exception after `setup`. Names that neither defines, and
-    `candidate`, are names of the program. Only HumanEval has a candidate; its setup is the start of
-    the program."""
+    """`source` must run without an exception after `setup`. `candidate`, and names that neither
+    defines, are the program's. Only HumanEval has a candidate; its setup is the start of the
+    program."""
 
     source: str
     setup: str = ""
@@ -63,8 +63,7 @@ Test = StdinTest | CallTest | AssertTest
 
 
 def tested_names(tests: list[Test]) -> set[str]:
-    """Return names of which the program must define one, as far as they show in the tests; none for
-    tests of stdin."""
+    """Return names of which the program must define at least one; none for tests of stdin."""
     names: set[str] = set()
     for test in tests:
         match test:
@@ -173,8 +172,8 @@ def parse_humaneval(test: str, row: dict) -> list[Test]:
 
 
 def stub(prompt: object, name: str) -> str:
-    """Return the prompt, if it is the start of a program that defines the name, as source that
-    parses; else ""."""
+    """Return the prompt as source that parses, if it is a program's start that defines the name;
+    else ""."""
     if not isinstance(prompt, str):
         return ""
     for source in (prompt, prompt + "\n    pass\n"):

@@ -1,4 +1,4 @@
-"""The program in a completion: which of its fenced blocks, and the source in front of it."""
+"""Finding the program in a completion: which fenced block it is, and what must stand before it."""
 
 import ast
 import builtins
@@ -13,17 +13,18 @@ BLOCK = re.compile(
     rf"(?:{LIST_ITEM})?```([^\n`]*)\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL
 )
 FUTURE = re.compile(r"^from __future__ import (?:\([^)]*\))?.*\n", re.MULTILINE)
-PARSED = 50_000  # longest code that is parsed, in characters: the parser is slow
-CUTS = 10  # attempts to cut what follows a function
+PARSED = 50_000  # longer code, in characters, is not parsed, because the parser is slow
+CUTS = 10  # attempts to cut off what follows a function
 
 
 def extract_program(completion: str, row: dict, tests: list[Test]) -> str:
-    """Return the last fenced block that is labelled as Python, parses and defines a tested name or,
-    for tests of stdin, is a program (`is_program`); the last one if none is. Blocks without a label
-    count if none has one; without blocks the whole of `completion` does.
+    """Return the program of a completion: its last fenced block that is labelled as Python, parses,
+    and defines a tested name or, for tests of stdin, is a program (`is_program`). If no block does
+    all this, it is the last one. Blocks without a label count only if none has one. Without blocks
+    the whole `completion` is the program.
 
-    HumanEval's prompt goes in front: the program may continue its function, or define it again. The
-    names of `typing`, which LeetCode provides, go in front of the methods of APPS."""
+    HumanEval's prompt goes in front, since the program may continue its function or define it
+    again. In front of a method of APPS go the names of `typing`, which LeetCode provides."""
     blocks = code_blocks(completion)
     if not blocks:
         return assemble(completion, row, tests, cut=True)
@@ -41,8 +42,7 @@ def extract_program(completion: str, row: dict, tests: list[Test]) -> str:
 
 
 def code_blocks(completion: str) -> list[str]:
-    """Return the fenced blocks that are labelled as Python or, if there are none, those without a
-    label."""
+    """Return the fenced blocks labelled as Python or, if there are none, those without a label."""
     labelled = []
     unlabelled = []
     for indent, info, code in BLOCK.findall(completion):
@@ -60,8 +60,8 @@ def code_blocks(completion: str) -> list[str]:
 
 
 def assemble(code: str, row: dict, tests: list[Test], cut: bool = False) -> str:
-    """Return `code` after the source that it continues or needs. `cut`: drop the prose, or the
-    unfinished function, after HumanEval's function."""
+    """Return `code` behind the source that it continues or needs. `cut`: drop what follows
+    HumanEval's function, such as prose or an unfinished function."""
     start = stub_of(tests)
     if start and row["entry_point"] not in names_in(code)["defined"]:
         program = f"{row['prompt']}\n{code}"
@@ -75,14 +75,14 @@ def assemble(code: str, row: dict, tests: list[Test], cut: bool = False) -> str:
 
 
 def stub_of(tests: list[Test]) -> str:
-    """Return the start of the program, if HumanEval's prompt is one; else ""."""
+    """Return HumanEval's prompt, if it is the start of the program; else ""."""
     test = tests[0]
     return test.setup if isinstance(test, AssertTest) and test.candidate else ""
 
 
 def without_rest(program: str) -> str:
-    """Return the program up to a line before which it parses; all of it if `CUTS` syntax errors do
-    not lead to one."""
+    """Return the program without its last lines, as many as it takes to parse; all of it if `CUTS`
+    cuts at syntax errors do not suffice."""
     shorter = program
     for _ in range(CUTS):
         tree, line = parsed(shorter)
@@ -97,9 +97,9 @@ def without_rest(program: str) -> str:
 
 
 def is_program(code: str, defined_in_any: set[str], has_input: bool) -> bool:
-    """Return whether a block is a program for tests of stdin: it uses no name that only another
-    block defines, as a test of its functions would (`defined_in_any`: the names that any block
-    defines), and reads stdin, which it does not replace, if the tests have input, else prints."""
+    """Return whether a block is a program for tests of stdin: it reads stdin, if the tests have
+    input, without replacing it; else it prints. It uses no name that only another block defines, as
+    a test of its functions would. `defined_in_any`: the names that any block defines."""
     names = names_in(code)
     own = names["defined"] | names["bound"] | set(dir(builtins))
     if defined_in_any & (names["read"] - own):
@@ -113,7 +113,7 @@ def is_program(code: str, defined_in_any: set[str], has_input: bool) -> bool:
 
 @lru_cache(8)  # several questions about each block
 def names_in(code: str) -> dict[str, set[str]]:
-    """Return the names in a program by their use; none if it cannot be parsed."""
+    """Return the names in a program by how they are used; none if it cannot be parsed."""
     names: dict[str, set[str]] = defaultdict(set)
     tree, _ = parsed(code)
     nodes = ast.walk(tree) if tree else ()
@@ -137,7 +137,7 @@ def names_in(code: str) -> dict[str, set[str]]:
 
 
 def parsed(code: str) -> tuple[ast.Module | None, int]:
-    """Return the tree; or None and the line of the syntax error, 0 if unknown."""
+    """Return the syntax tree, or None and the line of the syntax error (0 if unknown)."""
     if len(code) > PARSED:
         return None, 0
     try:

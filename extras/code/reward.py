@@ -1,9 +1,8 @@
-"""The `code` rewards: whether the program in a completion (program_text.py) passes the tests of its
-row (cases.py).
+"""The `code` rewards: does the program in a completion (program_text.py) pass its row's tests
+(cases.py)?
 
-The program gets inputs alone. Its stdout is compared here; the values of its functions are compared
-in a second confined process, the judge, which calls them. `extras/code/sandbox/program.py` runs
-both."""
+The program only gets inputs. Its stdout is compared here. Values of its functions are compared in a
+second confined process, the judge, which calls them. `extras/code/sandbox/program.py` runs both."""
 
 import re
 from collections.abc import Generator
@@ -21,11 +20,10 @@ TOLERANCE = 1e-6  # of floats in stdout: absolute up to 1, then relative
 def passes(
     completion: str, row: dict, limits: Limits | None = None, unsafe: bool = False
 ) -> tuple[float, dict[str, str]]:
-    """Return 1 if the program in `completion` passes all tests of `row`, else 0 with the first test
-    that fails, at which it stops, as `feedback`.
+    """Return 1 if the program in `completion` passes all tests of `row`. Else stop at the first
+    test that fails, and return 0 with this test as `feedback`.
 
-    Raises `ValueError` naming the row if the tests are malformed or cannot run with any program.
-    """
+    Raises `ValueError` naming the row if the tests are malformed or cannot run with any program."""
     with closing(results(completion, row, limits or Limits(), unsafe)) as verdicts:
         failed = next((test for test, passed in verdicts if not passed), None)
     return (1.0, {}) if failed is None else (0.0, dict(feedback=f"it fails {failed}"))
@@ -43,8 +41,8 @@ def fraction(
 def results(
     completion: str, row: dict, limits: Limits, unsafe: bool
 ) -> Generator[tuple[Test, bool], None, None]:
-    """Yield each test and whether it passes: tests of stdin first, then the others, which share one
-    process. All share the program's time, and fail once it is used up."""
+    """Yield each test and whether it passes. Tests of stdin come first; the others share one
+    process. All together have the program's time: tests fail once it is used up."""
     tests = parse_tests(row)
     source = extract_program(completion, row, tests)
     others = []
@@ -67,7 +65,7 @@ def results(
 
 
 def as_call(test: Test) -> tuple:
-    """Return a test for `run_tests`."""
+    """Return a test in the form that `run_tests` takes."""
     if isinstance(test, AssertTest):
         return "run", test.source, test.setup, test.candidate
     function = test.function
@@ -77,27 +75,27 @@ def as_call(test: Test) -> tuple:
 
 
 def with_room(limits: Limits, tests: list[Test]) -> Limits:
-    """Return `limits` with room for an output as long as the expected one."""
+    """Return `limits` with room for an output at least as long as the expected one."""
     size = max(len(repr(test)) for test in tests)
     return replace(limits, output_bytes=max(limits.output_bytes, 4 * size))
 
 
 def same_output(text: str, expected: str) -> bool:
-    """Return whether two outputs have the same lines, except for white space at their ends and
-    blank last lines. Within a line, floats may differ by `TOLERANCE`."""
+    """Return whether two outputs have the same lines. White space at their ends and blank last
+    lines do not count, and floats may differ by `TOLERANCE`."""
     words, expected_words = (words_of(output) for output in (text, expected))
     return len(words) == len(expected_words) and all(map(same_word, words, expected_words))
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words and what is between them."""
+    """Return the words of a text and the white space between them."""
     lines = (line.rstrip() for line in text.rstrip().split("\n"))
     return re.split(r"(\s+)", "\n".join(lines))
 
 
 def same_word(word: str, expected: str) -> bool:
-    """Return whether two words are equal or, if the expected one has a decimal point or an
-    exponent, nearly equal numbers."""
+    """Return whether two words are equal. If the expected one has a decimal point or an exponent,
+    nearly equal numbers are equal too."""
     if word == expected:
         return True
     if expected.lstrip("+-").isdigit() or not all(map(FLOAT.fullmatch, (word, expected))):

@@ -1,4 +1,4 @@
-"""The `code` rewards in a run: programs of many completions at once."""
+"""The `code` rewards as scorers of a run, which judge many completions at the same time."""
 
 import asyncio
 import threading

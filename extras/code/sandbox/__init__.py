@@ -1,2 +1,2 @@
-"""Confined execution of untrusted Python programs: Landlock, seccomp, resource limits, the judge of
-their tests."""
+"""Running untrusted Python programs: Landlock, seccomp and resource limits confine them, and a
+judge runs tests of their functions."""

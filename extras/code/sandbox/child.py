@@ -1,8 +1,8 @@
-"""A confined process, from the inside: it confines itself, then runs a program, serves calls of a
+"""What a confined process does: it confines itself, then runs a program, answers calls of a
 program's functions, or judges a program (judge.py).
 
-Run in a fresh interpreter, `python -I -S -B -X utf8`, with an empty environment, in an empty
-directory and in a session of its own."""
+process.py starts it in a fresh interpreter, `python -I -S -B -X utf8`, with an empty environment,
+in an empty directory and in a session of its own."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ READY = b"ready\n"
 def main(
     confine: Callable, mode: str, parent: str, source: str, output: str, pipes: str, *limits: str
 ) -> None:
-    """Run as a process in one of three modes: `program` (stdin to stdout), `functions` (answers
-    calls) or `judge` (asks for calls). `source`, `output` and the two `pipes` are file descriptors;
-    `output` tells the parent that the process is confined, and has what it prints afterwards."""
+    """Confine this process, then run in one of three modes: `program` (stdin to stdout),
+    `functions` (answers calls) or `judge` (asks for calls). `source`, `output` and the two `pipes`
+    are file descriptors. `output` first tells the parent that the process is confined."""
     if mode == "judge":
         judge = __import__("judge")  # now: the file cannot be read later
     del sys.path[0]
@@ -38,7 +38,7 @@ def main(
     except OSError as error:
         os.write(int(output), str(error).encode())
         return
-    for name in ("exit", "quit"):  # as without -S
+    for name in ("exit", "quit"):  # -S left them out
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D"))
     os.write(int(output), READY)
     if mode == "judge":
@@ -53,7 +53,7 @@ def main(
 
 
 def run(text: bytes) -> None:
-    """Run the source like `python program.py`."""
+    """Run the source as `python program.py` would."""
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     sys.argv = ["program.py"]
     try:
@@ -63,8 +63,8 @@ def run(text: bytes) -> None:
 
 
 class Functions:
-    """Runs the source as a module named `program`, without the code under `if __name__ ==
-    "__main__":`, and answers requests, one line of JSON each."""
+    """Runs the source as a module named `program`, which skips the code under `if __name__ ==
+    "__main__":`, and answers calls of its functions, each a line of JSON."""
 
     def __init__(self, requests: int, answers: int):
         import json
@@ -78,8 +78,9 @@ class Functions:
         self.names["__objects__"] = self.objects
 
     def serve(self, text: bytes) -> None:
-        """Answer first whether the source ran, then the requests: `{"call": "f", "args": [...],
-        "kwargs": {...}}`, or without `args` for the value of the expression itself."""
+        """Answer whether the source ran, then answer requests: `{"call": "f", "args": [...],
+        "kwargs": {...}}` calls a function, and one without `args` asks for the value of `f`
+        itself."""
         self.answer(self.execute, text)
         with open(self.requests, "rb") as requests:
             for line in requests:
@@ -116,8 +117,8 @@ class Functions:
             data = data[os.write(self.answers, data) :]
 
     def keep(self, value: object) -> object:
-        """Encode a value that is not plain: as an iterator, if it is one and not too long, else as
-        an expression that refers to it."""
+        """Encode a value that is not plain: an iterator that is not too long as its items, anything
+        else as an expression that refers to it."""
         if isinstance(value, ITERATORS) and (items := few_items(value)) is not None:
             return {"iterator": encode(items, self.keep)}
         self.objects.append(value)
@@ -140,16 +141,16 @@ def few_items(value: object) -> list | None:
 
 
 def encode(value: object, other: Callable[[object], object]) -> object:
-    """Return `value` as JSON: a list is an array; other containers, and values that JSON lacks, are
-    objects whose only key is their type. Subclasses of plain types become the plain type; `other`
-    encodes everything else."""
+    """Return `value` as JSON. A list is an array. Other containers, and values that JSON lacks, are
+    objects whose only key is their type. Subclasses of plain types become the plain type, and
+    `other` encodes everything else."""
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
         value = int.__index__(value)
-        return value if abs(value) < 2**63 else {"int": hex(value)}  # long decimals take long
+        return value if abs(value) < 2**63 else {"int": hex(value)}  # decimals are slow
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, dict):
@@ -166,8 +167,8 @@ def encode(value: object, other: Callable[[object], object]) -> object:
 
 
 def decode(data: object, other: Callable[[str], object]) -> object:
-    """Return the value that `encode` turned into `data`; `other` those that were not plain. Raises
-    an `Exception` for other data."""
+    """Return the value that `encode` turned into `data`; `other` decodes those that were not plain.
+    Raises an `Exception` for other data."""
     if isinstance(data, list):
         return [decode(item, other) for item in data]
     if not isinstance(data, dict):

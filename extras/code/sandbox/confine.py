@@ -1,14 +1,14 @@
-"""Confinement of the calling process, for good, before child.py runs untrusted source in it.
+"""Confines the calling process for good. child.py does this before it runs untrusted source.
 
-- limits on memory, file size and CPU time, no capabilities, no new privileges, death with the
-  parent;
-- Landlock: the process may read the standard library and shared libraries, and read and write
+- limits on memory, file size and CPU time; no capabilities, no new privileges; the process dies
+  with its parent;
+- Landlock: the process may read the standard library and shared libraries. It may read and write
   regular files of its own directory, but not delete or rename them, so that the parent can count
   them. The *names* and sizes of other files are not hidden;
-- seccomp: only the system calls of `ALLOWED`: no other process, no network, no signals, no change
+- seccomp: only the system calls in `ALLOWED`: no other process, no network, no signals, no change
   of metadata.
 
-Pure ctypes, without imports from `common`: the child runs without the project on its path.
+Only ctypes, no imports from `common`: the child runs without the project on its path.
 """
 
 import ctypes
@@ -20,7 +20,8 @@ MEMORY_MIB = 512  # address space; the interpreter takes 50
 FILE_MIB = 16  # largest file
 OPEN_FILES = 64
 STACK_MIB = 512
-# The parent kills a process with more. RLIMIT_NPROC counts all processes of a user, not for root.
+# The parent kills a process with more threads. RLIMIT_NPROC would not do: it counts all processes
+# of a user, and root is exempt.
 THREADS = 64
 
 try:
@@ -30,11 +31,10 @@ except OSError:
 
 
 def confine(parent: int, cpu_seconds: int, unsafe: bool) -> None:
-    """Apply all layers; the current directory may be written. `parent`: the process id of the
-    parent.
+    """Apply all layers. Afterwards the process may only write to its current directory. `parent`:
+    its parent's process id.
 
-    Raises `OSError` naming a layer that this machine does not have; with `unsafe` it is left out.
-    """
+    Raises `OSError` naming a layer that this machine lacks; with `unsafe` it is left out."""
     libc = ctypes.CDLL(None, use_errno=True)
     for apply, *arguments in (
         (limit_resources, cpu_seconds),
@@ -53,8 +53,7 @@ def confine(parent: int, cpu_seconds: int, unsafe: bool) -> None:
 
 
 def limit_resources(cpu_seconds: int) -> None:
-    """Limit address space, files and CPU time, which is a second line of defence behind the
-    parent's clock."""
+    """Limit address space, files and CPU time. The CPU limit backs up the parent's clock."""
     for limit, value in (
         (resource.RLIMIT_AS, MEMORY_MIB << 20),
         (resource.RLIMIT_FSIZE, FILE_MIB << 20),
@@ -91,14 +90,14 @@ READ_FILE = 1 << 2
 READ_DIR = 1 << 3
 MAKE_REG = 1 << 8
 TRUNCATE = 1 << 14
-# By ABI version: rights on files (the last is IOCTL_DEV), on TCP (bind, connect), scopes (abstract
-# sockets, signals).
+# By ABI version: the rights on files (the last is IOCTL_DEV). Below, also on TCP (bind, connect),
+# and scopes (abstract sockets, signals).
 FILE_RIGHTS = {1: 1 << 13, 2: 1 << 14, 3: 1 << 15, 4: 1 << 15, 5: 1 << 16}
 FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random", "/dev/zero")
 
 
 def restrict_files(libc: ctypes.CDLL) -> None:
-    """Take away every right that Landlock handles, except those granted here."""
+    """Take away every right that Landlock handles, except those that are granted here."""
 
     def call(number: int, *args: object) -> int:
         words = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in (number, *args)]
@@ -141,8 +140,8 @@ def restrict_files(libc: ctypes.CDLL) -> None:
 
 
 def shared_library_folders() -> set[str]:
-    """Return the folders of the libraries of this process: extension modules that it may still load
-    are there too."""
+    """Return the folders of the shared libraries of this process. They also have the extension
+    modules that it may load later."""
     folders = set()
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
         for line in maps:
@@ -198,8 +197,8 @@ BAD_ARCHITECTURE = 2
 
 
 def restrict_calls() -> None:
-    """Allow the system calls above and refuse all others with EPERM. Numbers of another
-    architecture (int 0x80, x32) have other meanings: they kill the process."""
+    """Allow the system calls above and refuse all others with EPERM. The numbers of another
+    architecture (int 0x80, x32) have other meanings, so their use kills the process."""
     if seccomp is None:
         raise OSError("seccomp: the library libseccomp.so.2 is missing")
     seccomp.seccomp_init.restype = ctypes.c_void_p

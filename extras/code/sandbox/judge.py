@@ -1,5 +1,5 @@
-"""The judge: runs the tests of a row in a confined process. It has the expected values, and the
-program has none: a function that a test calls is a stand-in, which asks the program's process."""
+"""The judge: runs the tests of a row in a confined process of its own. Only this process has the
+expected values. A function that a test calls is a stand-in, which asks the program's process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import os
 import symtable
 import sys
 
-import child  # it runs this module
+import child  # which imported this module
 
 TYPE_CHECKING = False  # an import of typing would cost every run milliseconds
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import BinaryIO
 
-broken: list[str] = []  # why the test cannot run
+broken: list[str] = []  # why the present test cannot run with any program
 
 
 class Ended(BaseException):
-    """The program has ended, or its answer is none."""
+    """The program has ended, or what it sent is no answer."""
 
 
 class Program:
@@ -33,9 +33,9 @@ class Program:
     def __init__(self, questions: BinaryIO, answers: BinaryIO, limit: int):
         self.questions = questions
         self.answers = answers
-        self.limit = limit  # of the bytes of an answer
-        self.has_ended = False  # then every test fails, whatever it catches
-        self.has_answered = False  # this test
+        self.limit = limit  # bytes of an answer
+        self.has_ended = False  # after its end every test fails, whatever it catches
+        self.has_answered = False  # during this test
         self.unhandled: set[BaseException] = set()  # exceptions that this test has not caught
 
     def ask(self, question: dict) -> object:
@@ -67,8 +67,8 @@ program: Program  # of this process
 
 
 class StandIn:
-    """A function or an object of the program, referred to by an expression. Compares by identity:
-    no code of the program decides whether values are equal."""
+    """Stands for a function or an object of the program, which an expression refers to. It is only
+    equal to itself: no code of the program decides whether values are equal."""
 
     def __init__(self, expression: str):
         self.__dict__["_expression"] = expression
@@ -84,7 +84,7 @@ class StandIn:
         try:
             return program.ask({"call": f"{self._expression}.{name}"})
         except AttributeError as error:
-            handled(error)  # for hasattr: what an object has, the program may say
+            handled(error)  # hasattr may catch this: the program may say what an object has
             raise
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -92,8 +92,8 @@ class StandIn:
 
 
 def pass_on(value: object) -> object:
-    """Encode a value that is not plain for the program. If that is impossible, the test cannot run;
-    after an answer of the program, which may be the cause, it fails."""
+    """Encode a value that is not plain, to pass it to the program. If that is impossible, the test
+    cannot run; but if the program has already answered, it may be the cause, and the test fails."""
     if isinstance(value, StandIn):
         return {"object": value._expression}
     is_iterator = isinstance(value, child.ITERATORS) or hasattr(type(value), "__next__")
@@ -106,7 +106,7 @@ def pass_on(value: object) -> object:
 
 
 def exception(types: list[str], message: str) -> BaseException:
-    """Return an exception of the most special class that is built in."""
+    """Return an exception of the most special of these classes that is built in."""
     for name in types:
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception | SystemExit):
@@ -164,8 +164,8 @@ def call(function: str, args: list, kwargs: dict, results: list) -> bool:
 
 
 def same(value: object, expected: object) -> bool:
-    """Return whether two values are equal as JSON: a tuple is a list and an int may equal a float,
-    but a bool is no number. Two NaN are equal."""
+    """Return whether two values are equal as JSON. A tuple is a list, an int may equal a float, but
+    a bool is no number. Two NaN are equal."""
     if isinstance(expected, list):
         are_lists = isinstance(value, list | tuple) and len(value) == len(expected)
         return are_lists and all(map(same, value, expected))
@@ -193,18 +193,18 @@ def run(source: str, setup: str, candidate: str | None) -> bool:
     return True
 
 
-# An exception of the program must not steer a test: `all(map(f, xs))` takes a StopIteration of `f`
-# for the end of `xs`. So a test fails if its own code does not catch each of them.
+# An exception of the program must not steer a test: `all(map(f, xs))` would take a StopIteration of
+# `f` for the end of `xs`. So a test fails unless its own code catches each exception.
 
 
 def compiled(source: str) -> types.CodeType:
-    """Compile a test so that it says which exceptions it catches."""
+    """Compile a test, changed so that it says which exceptions it catches."""
     tree = ast.fix_missing_locations(Catches().visit(ast.parse(source)))
     return compile(tree, "<test>", "exec")
 
 
 class Catches(ast.NodeTransformer):
-    """`except`, `with` (contextlib.suppress) and `assertRaises` catch exceptions."""
+    """Marks what catches exceptions: `except`, `with` (contextlib.suppress) and `assertRaises`."""
 
     def visit_ExceptHandler(self, handler: ast.ExceptHandler) -> ast.AST:
         self.generic_visit(handler)
@@ -239,7 +239,7 @@ def handled(error: BaseException | None) -> None:
 
 
 class Handler:
-    """The body of an `except` clause, which has caught its exception unless it raises it again."""
+    """The body of an `except` clause. It has caught its exception unless it raises it again."""
 
     def __enter__(self) -> None:
         self.caught = sys.exception()
@@ -250,7 +250,7 @@ class Handler:
 
 
 class Manager:
-    """A context manager of a test."""
+    """A context manager of a test, which may catch an exception."""
 
     def __init__(self, manager: object):
         self.manager = manager
@@ -266,7 +266,8 @@ class Manager:
 
 
 def asserted(assert_raises: Callable) -> Callable:
-    """Return unittest's assertRaises, which also calls functions itself."""
+    """Return unittest's assertRaises. It may call the function itself, and then it has caught the
+    exceptions of that call."""
 
     def call_it(*args: object, **kwargs: object) -> object:
         before = program.unhandled.copy()
@@ -281,8 +282,8 @@ HELPERS = dict(__handler__=Handler, __manager__=Manager, __asserted__=asserted)
 
 
 def stand_ins(setup: str, source: str, candidate: str | None) -> dict:
-    """Return the names that the test uses and does not define: modules of the standard library, and
-    stand-ins."""
+    """Return the names that a test uses and does not define: modules of the standard library, and
+    stand-ins for names of the program."""
     used, defined = symbols(setup)
     used_in_source, defined_in_source = symbols(source)
     defined |= defined_in_source
@@ -306,10 +307,10 @@ def stand_ins(setup: str, source: str, candidate: str | None) -> dict:
 
 
 def tested_builtin(tree: ast.AST) -> set[str]:
-    """Return the name of a tested function that has the name of a built-in one, as in MBPP's
-    `sum(10, 15)`: the first innermost call, left of a comparison; else an empty set.
+    """Return the name of a tested function that is also the name of a built-in one, as in MBPP's
+    `sum(10, 15)`: the first innermost call left of a comparison; else an empty set.
 
-    The others stay built in: a program that defines `set` must not decide what sets are."""
+    Other built-in names stay: a program that defines `set` must not decide what sets are."""
     comparisons = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
     for side in (*(each.left for each in comparisons[:1]), tree):
         calls = [call for call in calls_in(side) if isinstance(call.func, ast.Name)]
@@ -325,7 +326,7 @@ def calls_in(tree: ast.AST) -> list[ast.Call]:
 
 def uses_of_objects(node: ast.AST) -> list[ast.AST]:
     """Return the nodes in which a stand-in can replace an object: where it is called, passed on, or
-    has an attribute taken. In `except Name` and `isinstance(x, Name)`, for example, it cannot."""
+    has an attribute taken. It cannot in `except Name` or `isinstance(x, Name)`."""
     if isinstance(node, ast.Attribute):
         return [node.value]
     if isinstance(node, ast.Assign | ast.Return | ast.List | ast.Tuple | ast.Dict):

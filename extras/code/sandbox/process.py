@@ -1,4 +1,4 @@
-"""One confined process, as its parent sees it: start, pipes, limits and end."""
+"""One confined process, seen from its parent: start, pipes, limits and end."""
 
 import contextlib
 import os
@@ -15,16 +15,16 @@ from typing import IO
 from extras.code.sandbox.child import MEMORY_EXIT, READY
 from extras.code.sandbox.confine import THREADS
 
-# The child imports its modules, so that it uses the files that the parent's own import has
-# compiled.
+# Imports, so that the child uses the compiled files of these modules that the parent's import
+# wrote.
 START = (
     "import sys; sys.path.insert(0, sys.argv[1]); import confine, child; "
     "child.main(confine.confine, *sys.argv[2:])"
 )
 OPTIONS = "-I -S -B -X utf8 -X int_max_str_digits=0".split()  # the last: integers of any length
-START_SECONDS = 60  # for the interpreter to start on a busy machine; no part of the program's time
+START_SECONDS = 60  # the interpreter's start on a busy machine; the program's time begins after it
 POLL_SECONDS = 0.02  # between looks at the directory and the threads
-# Of all files in the directory of a program, which cannot delete any. confine.py has more limits.
+# Of all files in a program's directory, which cannot delete any. confine.py has more limits.
 DISK_MIB = 64
 FILES = 256
 
@@ -34,17 +34,16 @@ class Limits:
     """Limits of one program."""
 
     seconds: float = 5.0
-    """wall-clock time of its whole life, from its first line; of a reward, for all tests of a
-    completion together"""
+    """wall-clock time of its whole life, from its first line; in a reward, of all tests together"""
     start_seconds: float = START_SECONDS
     output_bytes: int = 1 << 20
-    """on stdout, or of one answer to a call"""
+    """of its stdout, or of one answer to a call"""
 
 
 class ProgramError(Exception):
-    """A program has no answer to a call. `kind`: "raised" (`types` are then the names of the
-    exception's classes, the most special first), "malformed" (the answer is none), or the end of
-    the program, like `Outcome.status`."""
+    """A program gave no answer to a call. `kind`: "raised" (`types` are then the names of the
+    exception's classes, the most special first), "malformed" (what came is no answer), or how the
+    program ended, like `Outcome.status`."""
 
     def __init__(self, kind: str, message: str = "", types: tuple[str, ...] = ()):
         super().__init__(": ".join(filter(None, (kind, *types[:1], message))))
@@ -54,8 +53,7 @@ class ProgramError(Exception):
 
 
 class Child(contextlib.AbstractContextManager):
-    """One confined process with its directory, ready to run (child.py). `close` removes all of
-    it."""
+    """A confined process and its directory, ready to run (child.py). `close` removes both."""
 
     def __init__(
         self,
@@ -72,7 +70,7 @@ class Child(contextlib.AbstractContextManager):
         self.beside: Child | None = None  # another process to watch while this one is waited for
         self.deadline = time.monotonic() + limits.start_seconds
         self.received = bytearray()
-        self.stack = contextlib.ExitStack()  # undone in the reverse order: kill, close, remove
+        self.stack = contextlib.ExitStack()  # undone in reverse order: kill, close, remove
         try:
             self._start(mode, source, unsafe, stdin, pipes)
             start = self.read(self.output, len(READY))
@@ -96,7 +94,8 @@ class Child(contextlib.AbstractContextManager):
     ) -> None:
         self.stack.callback(self._remove_folder, unsafe)
         self.output, output = new_pipe(self.stack)
-        # After the pipe: its removal needs descriptors, which are free again once that is closed.
+        # Made after the pipe, so removed after its end: removal needs descriptors, which are free
+        # then.
         self.folder = tempfile.mkdtemp(prefix="onefile-sandbox-")
         files = [self.stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
         for file, data in zip(files, (source, stdin), strict=True):
@@ -104,7 +103,7 @@ class Child(contextlib.AbstractContextManager):
             file.seek(0)
         descriptors = (files[0].fileno(), output.fileno())
         cpu_seconds = int(2 * self.limits.seconds) + 2
-        # not the virtual environment's
+        # the interpreter that the virtual environment was made from
         python = getattr(sys, "_base_executable", None) or sys.executable
         modules = os.path.dirname(os.path.abspath(__file__))
         words = [modules, mode, os.getpid(), *descriptors, " ".join(map(str, pipes))]
@@ -136,7 +135,7 @@ class Child(contextlib.AbstractContextManager):
             shutil.rmtree(self.folder, ignore_errors=unsafe)
 
     def _kill(self) -> None:
-        # Not reaped before: until then no other process can have its number.
+        # Not reaped yet, so no other process can have its number.
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -148,8 +147,8 @@ class Child(contextlib.AbstractContextManager):
         return pipe.read(size)
 
     def read_line(self, pipe: IO[bytes]) -> bytes:
-        """Return the next line, always of the same pipe. Raises `ProgramError` at a limit and at
-        the end."""
+        """Return the next line, always of the same pipe. Raises `ProgramError` at a limit or the
+        end."""
         while b"\n" not in self.received:
             chunk = self.read(pipe)
             if not chunk:
@@ -161,8 +160,8 @@ class Child(contextlib.AbstractContextManager):
         return bytes(line)
 
     def write(self, pipe: IO[bytes], data: bytes) -> None:
-        """Write all of `data`. Raises `ProgramError` at a limit, and if the process does not read
-        it."""
+        """Write all of `data`. Raises `ProgramError` at a limit, or if the process does not
+        read."""
         view = memoryview(data)
         while view:
             self._wait_for(pipe, select.POLLOUT)
@@ -179,8 +178,7 @@ class Child(contextlib.AbstractContextManager):
         self._watch()
 
     def wait(self) -> int:
-        """Return the exit code, or minus the signal that killed it. Raises `ProgramError` at a
-        limit."""
+        """Return the exit code, or minus a signal. Raises `ProgramError` at a limit."""
         while True:
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
             ended = os.waitid(os.P_PID, self.process.pid, options)
@@ -221,7 +219,7 @@ class Child(contextlib.AbstractContextManager):
 
 
 def new_pipe(stack: contextlib.ExitStack) -> list[IO[bytes]]:
-    """Return the two ends of a pipe, which the stack closes: one to read, one to write."""
+    """Return the two ends of a pipe, to read and to write. The stack closes both."""
     try:
         ends = zip(os.pipe(), ("rb", "wb"), strict=True)
     except OSError as error:  # no descriptors left

@@ -1,8 +1,9 @@
-"""Untrusted Python, such as programs that a model wrote, run in a process that has confined itself
+"""Runs untrusted Python, such as a model's programs, in a process that confines itself
 (confine.py).
 
-`run_program` gives a program its stdin and returns its stdout; `run_tests` runs tests that call its
-functions, `Program` calls them. About 20 ms a process, most of it the start of an interpreter."""
+`run_program` gives a program its stdin and returns its stdout. `run_tests` runs tests that call its
+functions. `Program` calls its functions. A process takes about 20 ms, most of it to start an
+interpreter."""
 
 import functools
 import json
@@ -22,15 +23,15 @@ MACHINES = ("x86_64", "aarch64")  # whose arguments of system calls confine.py k
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a run."""
+    """How a run of a program ended."""
 
     status: str
     """"ok", "exit code 3", "killed by signal 11", "time limit", "memory limit", "output limit",
     ..."""
     stdout: str
-    """output up to the limit; bytes that are not UTF-8 are U+FFFD"""
+    """output up to the limit; bytes that are not UTF-8 become U+FFFD"""
     seconds: float = field(default=0.0, compare=False)
-    """time from its first line"""
+    """time since its first line"""
 
 
 def run_program(
@@ -38,9 +39,9 @@ def run_program(
 ) -> Outcome:
     """Run `source` as `python program.py < stdin`.
 
-    Where `problem()` is not None, this raises `ValueError`, or with `unsafe` uses the layers that
-    the machine has. Raises `RuntimeError` if the interpreter does not start or the machine has no
-    room for it."""
+    If `problem()` says that this machine cannot confine it, raise `ValueError`, or with `unsafe`
+    use the layers that there are. Raises `RuntimeError` if the interpreter does not start or the
+    machine has no room for it."""
     require_confinement(unsafe)
     limits = limits or Limits()
     with Child("program", to_bytes(source), limits, unsafe, to_bytes(stdin)) as child:
@@ -65,10 +66,10 @@ def to_bytes(text: str) -> bytes:
 def run_tests(
     source: str, tests: list[tuple], limits: Limits, unsafe: bool = False
 ) -> Generator[bool | str, None, None]:
-    """Yield for each test whether `source` passes it, or why no program could; nothing for the
-    tests that are left when the program or the judge has ended. A test is `("call", function, args,
-    kwargs, results)` or `("run", source, setup, candidate)` (judge.py). Raises what `run_program`
-    does, and `ValueError` if a test has values that JSON lacks.
+    """Yield for each test whether `source` passes it, or why no program could. When the program or
+    the judge has ended, nothing is yielded for the remaining tests. A test is `("call", function,
+    args, kwargs, results)` or `("run", source, setup, candidate)` (judge.py). Raises what
+    `run_program` does, and `ValueError` if a test has values that JSON lacks.
 
     The judge and the program are two processes, joined by two pipes."""
     if not tests:
@@ -93,8 +94,8 @@ def run_tests(
 
 
 class Program:
-    """A program whose functions the caller can call, with values of JSON. For one thread, which
-    must live as long. Raises what `run_program` does, and `ProgramError` if the source fails."""
+    """A program whose functions the caller can call, with values of JSON. Its thread must live as
+    long. Raises what `run_program` does, and `ProgramError` if the source fails."""
 
     def __init__(self, source: str, limits: Limits | None = None, unsafe: bool = False):
         require_confinement(unsafe)
@@ -117,8 +118,8 @@ class Program:
         self.stack.close()
 
     def call(self, function: str, *args: object) -> object:
-        """Return `function(*args)`, where `function` is an expression. Raises `ProgramError`: the
-        same `kind` in every later call if the program has ended."""
+        """Return `function(*args)`; `function` is an expression. Raises `ProgramError`. If the
+        program has ended, every later call raises it with the same `kind`."""
         request = {"call": function, "args": args, "kwargs": {"dict": []}}
         self.child.write(self.requests, json.dumps(request).encode() + b"\n")
         return self._answer()
@@ -157,7 +158,8 @@ print(*[layer for layer in checks if not all(refused(*check) for check in checks
 
 @functools.cache
 def problem() -> str | None:
-    """Return why this machine cannot confine programs, None if it can. Runs one, once."""
+    """Return why this machine cannot confine programs, or None if it can. It tries once, with a
+    program that must be refused everything."""
     if sys.platform != "linux":
         return f"confining programs needs Linux, this is {sys.platform}"
     if platform.machine() not in MACHINES:
