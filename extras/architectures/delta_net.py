@@ -1,9 +1,9 @@
 """Gated delta nets (arXiv:2412.06464; Qwen3-Next, Qwen3.5) on packed sequences.
 
 Such a layer has a causal convolution over the last few tokens, and a recurrence whose state has
-read all tokens before. Both begin anew at every sequence of a pack. Transformers calls both as
-functions of its module, with the keyword arguments of the model. The functions here take their
-place; without a `pack` among the arguments they call the originals.
+read all tokens before. Both must begin anew at every sequence of a pack. transformers calls both as
+functions of its module, with the model's keyword arguments. The functions here replace them; if
+these arguments have no `pack`, they call the originals.
 
 Shapes: T tokens of a pack, C channels of the convolution, H heads."""
 
@@ -28,15 +28,15 @@ ONE_TOKEN = ("causal_conv1d_update", "torch_recurrent_gated_delta_rule")  # in g
 
 
 def keep_sequences_apart(hf: nn.Module) -> None:
-    """Replace the functions of transformers' module that mix tokens in delta nets. Raises
-    `AttributeError` for a module that has other ones."""
+    """Replace the functions in transformers' module through which tokens mix in delta nets. Raises
+    `AttributeError` if the module has other ones."""
     hf.kept_by_delta_net = kept_numbers(hf.config.get_text_config())  # memory.py reads it
-    # It warns of missing kernels on every rank; once is enough.
+    # It would warn of missing kernels on every rank; `say` below does it once.
     logging.get_logger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     module = sys.modules[type(hf).__module__]
     if hasattr(getattr(module, RECURRENCE), "of_transformers"):
         return  # an earlier model has replaced them
-    if not torch.cuda.is_available():  # kernels that are installed would be called all the same
+    if not torch.cuda.is_available():  # it would call installed kernels, which need CUDA
         for name in (CONVOLUTION, RECURRENCE, *ONE_TOKEN):
             setattr(module, name, inspect.unwrap(getattr(module, name)))
     elif not has_kernels():
@@ -46,9 +46,9 @@ def keep_sequences_apart(hf: nn.Module) -> None:
 
 
 def packed_convolution(convolution: Callable) -> Callable:
-    """Return transformers' convolution [1, C, T] -> [1, C, T] for packs."""
+    """Return transformers' convolution, [1, C, T] -> [1, C, T], made to work on packs."""
 
-    # Sizes differ from pack to pack: torch.compile would compile it again for each.
+    # Sizes differ from pack to pack, and torch.compile would compile it again for each.
     @torch._disable_dynamo
     def of_pack(x_1CT: Tensor, weight: Tensor, *args, pack=None, **kwargs) -> Tensor:
         if pack is None:
@@ -65,12 +65,12 @@ def packed_convolution(convolution: Callable) -> Callable:
 
 
 def packed_recurrence(recurrence: Callable) -> Callable:
-    """Return transformers' gated delta rule for packs: query, key and value [1, T, H, width], g and
-    beta [1, T, H].
+    """Return transformers' gated delta rule, made to work on packs. Query, key and value are [1, T,
+    H, width], g and beta [1, T, H].
 
-    flash-linear-attention, if it is installed, knows the offsets of sequences (`cu_seqlens`).
-    Transformers' own code takes sequences with as many chunks as a batch, padded at their ends,
-    where no other token reads."""
+    flash-linear-attention, if it is installed, takes the offsets of sequences (`cu_seqlens`).
+    transformers' own code gets sequences of the same number of chunks as a batch. They are padded
+    at their ends, where no token reads the padding."""
     knows_offsets = torch.cuda.is_available() and has_kernels()
 
     @torch._disable_dynamo
@@ -96,9 +96,9 @@ def packed_recurrence(recurrence: Callable) -> Callable:
 
 
 def kept_numbers(config) -> int:
-    """Return the float32 numbers per token that a layer keeps for its backward: with
-    flash-linear-attention its inputs and output, in transformers' torch code also every step of a
-    chunk, by counting them there."""
+    """Return how many float32 numbers per token a layer keeps for its backward. With
+    flash-linear-attention these are its inputs and output; transformers' torch code also keeps
+    every step of a chunk, as counted there."""
     key = config.linear_key_head_dim
     value = config.linear_value_head_dim
     numbers = 2 * key + 2 * value
@@ -108,5 +108,5 @@ def kept_numbers(config) -> int:
 
 
 def has_kernels() -> bool:
-    """Return whether the kernels that transformers uses are installed."""
+    """Return whether flash-linear-attention is installed, whose kernels transformers uses."""
     return importlib.util.find_spec("fla") is not None

@@ -1,10 +1,10 @@
-"""New weights of gpt-oss for vLLM 0.32, whose reload leaves its experts and sinks as they were: its
-class copies them without vLLM's loaders, on which the reload depends. Can go when vLLM does."""
+"""Copies new weights of gpt-oss into vLLM 0.32, whose reload forgets the experts and sinks: vLLM's
+class copies them without the loaders that the reload relies on. Delete this once vLLM does it."""
 
 import torch
 from torch import Tensor
 
-# Names in transformers' model and in vLLM's, whose matrices have inputs and outputs exchanged.
+# Names in transformers' model -> in vLLM's, whose matrices are transposed.
 EXPERTS = dict(gate_up_proj="w13_weight", gate_up_proj_bias="w13_bias",
                down_proj="w2_weight", down_proj_bias="w2_bias")  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""Models that vLLM does not take as they are: language models in checkpoints of images and text,
-for whose own classes vLLM imports packages that text does not need, and gpt-oss, whose weights may
-be in MXFP4.
+"""Models that vLLM does not take as they are: gpt-oss, whose weights may be in MXFP4, and the
+language models in checkpoints of images and text, where vLLM's class for the whole imports packages
+that text does not need.
 
-vLLM gets the config of the language model, without weights. Those of the trainer follow, under the
+vLLM gets the config of the language model and no weights. The trainer's weights follow, under the
 names of that model."""
 
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from common.model.loading import has_images, method_of_quantization, model_class
 from extras.architectures import gpt_oss_weights
 
-# Language models without a causal class in transformers and vLLM: on text alone they have the
-# numbers of another type. Rotary embeddings of images have three positions, equal for text.
+# transformers and vLLM have no class for these language models alone. On text they compute what
+# another type does: rotary embeddings of images have three positions, which are equal for text.
 SAME_ON_TEXT = dict(qwen3_vl_text="qwen3", qwen2_5_vl_text="qwen2", qwen2_vl_text="qwen2")
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 class LanguageModel:
-    """What vLLM loads in place of a folder: its language model alone, as floats."""
+    """What vLLM loads in place of a folder: only its language model, with float weights."""
 
     def __init__(self, config, whole: nn.Module, tensor_parallel_size: int):
-        """`config`: that of the folder; `whole`: its model on meta."""
+        """`config`: of the folder; `whole`: its whole model on meta."""
         self.is_gpt_oss = config.model_type == "gpt_oss"
         if self.is_gpt_oss and tensor_parallel_size > 1:
             raise ValueError("--tensor_parallel_size above 1 is not supported for gpt_oss")
@@ -34,10 +34,10 @@ class LanguageModel:
             next(f"{name}." for name, part in hf.named_modules() if part is hf.get_decoder())
             for hf in (whole, self.model)
         )
-        self.others: dict[str, Tensor] = {}  # weights that vLLM's reload would forget
+        self.others: dict[str, Tensor] = {}  # weights that vLLM's reload forgets
 
     def vllm_options(self, overrides: dict) -> dict:
-        """Return options of `LLM`. `overrides`: fields of the config for vLLM alone."""
+        """Return options of `LLM`. `overrides`: fields of the config that only vLLM gets."""
         self.config.architectures = [type(self.model).__name__]
         for name, value in overrides.items():
             setattr(self.config, name, value)
@@ -56,14 +56,14 @@ class LanguageModel:
                 yield name, weight
 
     def after_vllm_load(self, llm) -> None:
-        """Load the other weights, which stay in memory until now."""
+        """Load the weights that vLLM's reload forgets, and which were kept until now."""
         if self.others:
             llm.collective_rpc(gpt_oss_weights.copy_weights, args=(self.others,))
             self.others = {}
 
 
 def language_config(config):
-    """Return the config of the language model in that of a folder, as floats."""
+    """Return the config of a folder's language model, with float weights."""
     if method_of_quantization(config) is not None:
         del config.quantization_config
     if not has_images(config):

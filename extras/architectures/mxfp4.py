@@ -1,5 +1,5 @@
-"""Experts in MXFP4 (gpt-oss): 4-bit floats in blocks of 32 with a common power of two, the scale
-(OCP Microscaling Formats, version 1.0). They are read as bfloat16, which has all their values."""
+"""Reads experts in MXFP4 (gpt-oss): 4-bit floats in blocks of 32 that share a power of two, the
+scale (OCP Microscaling Formats, version 1.0). They become bfloat16, which has all their values."""
 
 from torch import Tensor
 
@@ -7,9 +7,9 @@ BLOCKS, SCALES = "_blocks", "_scales"
 
 
 class Unpacked:
-    """Slice of a file with floats [experts, inputs, outputs] in place of blocks [experts, outputs,
-    inputs / 32, 16], uint8 with two numbers each, and scales [experts, outputs, inputs / 32]. Only
-    the experts that are asked for are read."""
+    """A slice of a file that returns floats [experts, inputs, outputs]. The file has blocks
+    [experts, outputs, inputs / 32, 16], uint8 with two numbers each, and scales [experts, outputs,
+    inputs / 32]. Only the experts that are asked for are read."""
 
     def __init__(self, blocks, scales):
         self.blocks = blocks
@@ -30,7 +30,7 @@ class Unpacked:
 
 
 def unpacked(slices: dict) -> dict:
-    """Return slices of a folder's files with floats in place of blocks and their scales."""
+    """Return the slices of a folder's files, with floats in place of blocks and their scales."""
     floats = {}
     for name in [each.removesuffix(BLOCKS) for each in slices if each.endswith(BLOCKS)]:
         blocks, scales = slices.pop(name + BLOCKS), slices.pop(name + SCALES, None)
