@@ -69,7 +69,7 @@ STATEMENT = re.compile("|".join(STATEMENTS), re.MULTILINE)
 
 def options_of(row: dict) -> tuple[list[str], int]:
     """Return the options of a row in the order of their letters, and the index of the right one.
-    Raises `ValueError` naming the row without 2 to 26 options, or if the answer is none of
+    Raises `ValueError` naming the row if there are not 2 to 26, or if the answer is none of
     them."""
     source = row.get("_source")
     if all(row.get(column) is not None for column in GPQA_COLUMNS):
@@ -106,8 +106,8 @@ def options_of(row: dict) -> tuple[list[str], int]:
 
 
 def labels_of(row: dict) -> list[str]:
-    """Return the labels of a row's options that are no letters of options, such as 1, 2, 3: each
-    means the letter at its place."""
+    """Return the labels of a row's options if they are no letters, such as 1, 2, 3. Each means the
+    letter at its place."""
     options = from_json(row.get(first_column(row, OPTION_COLUMNS)))
     labels = [as_text(x).strip() for x in options["label"]] if isinstance(options, dict) else []
     letters = LETTERS[: len(labels)]
@@ -119,16 +119,16 @@ def first_column(row: dict, columns: tuple[str, ...]) -> str | None:
 
 
 def option_columns(row: dict) -> dict[str, str]:
-    """Return what a prompt shows of the options: `lettered_options`, lines such as `A. text`, and
-    `right_letter`, for solved examples."""
+    """Return what a prompt template may show of the options: `lettered_options`, lines such as `A.
+    text`, and `right_letter`, for solved examples."""
     options, right = options_of(row)
     lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, options, strict=False)]
     return dict(lettered_options="\n".join(lines), right_letter=LETTERS[right])
 
 
 def choice(completion: str, row: dict) -> float:
-    """Return 1 if the completion states the right option, by its letter or its text. The last
-    statement counts. A statement of several options, or of a letter without an option, is wrong."""
+    """Return 1 if the completion states the right option, by its letter or its text. Its last
+    statement counts. It is wrong if it names several options, or a letter without an option."""
     options, right = options_of(row)
     return float(stated_letters(completion, options, labels_of(row)) == {LETTERS[right]})
 
@@ -140,8 +140,8 @@ def vote_of_choice(completion: str, row: dict) -> str:
 
 def stated_letters(completion: str, options: list[str], labels: Sequence[str] = ()) -> set[str]:
     """Return the letters of the last statement: after "answer is" and the like, in a box, on lines
-    of their own, or as "B is correct". Without a statement: the letters in brackets in the last
-    line. A label of `labels` is the letter at its place."""
+    of their own, or as "B is correct". Without a statement, return the letters in brackets in the
+    last line. A label in `labels` means the letter at its place."""
     texts = [unmarked(option).rstrip(".").lower() for option in options]
     names = [pair for pair in zip(labels, LETTERS, strict=False) if pair[0].lower() not in texts]
     names.sort(key=lambda pair: -len(pair[0]))
@@ -167,7 +167,7 @@ def stated_letters(completion: str, options: list[str], labels: Sequence[str] = 
 
 
 def unmarked(text: str) -> str:
-    """Return a text without marks. Letters that name an option are capital."""
+    """Return a text without marks, with each letter that names an option in upper case."""
     text = re.sub(r"[_{}\[\]\\]", "", unformatted(NAMED_LETTER.sub(r"(\1\2)", plain(text))))
     return SMALL_LETTER.sub(lambda match: match[0].upper(), joined(text))
 
@@ -185,21 +185,21 @@ def joined(text: str) -> str:
 
 
 def stated(completion: str, row: dict) -> float:
-    """Return 1 if the rest of the line after the last "answer is" or box, or else the last line,
-    is the `answer`. Case, emphasis, white space and a full stop do not matter. An answer in the
-    form `(A)` is also right if its letter is stated, as in `choice`."""
+    """Return 1 if the completion states the `answer`: in the rest of the line after its last
+    "answer is" or box, or else in its last line. Case, emphasis, white space and a full stop do not
+    matter. An answer in the form `(A)` is also right if its letter is stated, as in `choice`."""
     letter, line = stated_forms(completion)
     forms = {letter, bare(line), bare(re.sub(FILLERS, "", line, count=1))}
     return float(any(bare(answer) in forms for answer in gold_answers(row)))
 
 
 def stated_forms(completion: str) -> tuple[str | None, str]:
-    """Return the form `(A)` if one letter is stated, and the text that `stated` reads."""
+    """Return `(A)` if exactly one letter is stated, else None; and the text that `stated` reads."""
     text = unformatted(plain(completion))
     announced = list(re.finditer(ANNOUNCED, text))
     start = announced[-1].end() if announced else text.rfind("\n") + 1
     line = text[start:].partition("\n")[0]
-    if line.startswith("{"):  # not up to the matching brace: the answer may be `} ]`
+    if line.startswith("{"):  # up to the last brace, not the matching one: the answer may be `} ]`
         line = line[1:].rpartition("}")[0]
     letters = stated_letters(completion, options=[])
     return bare(f"({letters.pop()})") if len(letters) == 1 else None, line
@@ -212,7 +212,7 @@ def vote_of_stated(completion: str, row: dict) -> str:
 
 
 def bare(text: str) -> str:
-    """Return a number, or a text without white space, case, and the full stop at its end."""
+    """Return the number that a text is; else the text without case, white space, final stop."""
     return str(value_of(text)).lower()
 
 

@@ -42,11 +42,10 @@ ABBREVIATIONS = set(
 
 def ifeval(completion: str, row: dict) -> float:
     """Return the fraction of the row's instructions that the completion follows, in [0, 1]. The
-    share of rows with 1 is the paper's strict accuracy by prompt. A completion of white space
-    follows none.
+    share of rows with 1 is the paper's strict accuracy by prompt. A blank completion follows none.
 
-    Columns: `instruction_id_list`, `kwargs` (a dict of arguments for each instruction; tables fill
-    gaps with nulls, so None, for an argument or a dict, counts as missing)."""
+    Columns: `instruction_id_list`, and `kwargs`, a dict of arguments for each instruction. Tables
+    fill gaps with nulls, so None in place of an argument or of a dict means that it is missing."""
     if not completion.strip():
         return 0.0
     checks = instructions_of(row)
@@ -55,7 +54,7 @@ def ifeval(completion: str, row: dict) -> float:
 
 def instructions_of(row: dict) -> list[tuple[Callable, dict]]:
     """Return the check of each instruction with its arguments. Raises `ValueError` naming the row
-    for lists that are empty or of different lengths, an unknown id, an argument that is missing or
+    if its lists are empty or of different lengths, an id is unknown, or an argument is missing or
     of the wrong type."""
     source = row["_source"]
     ids = from_json(row["instruction_id_list"])
@@ -129,16 +128,16 @@ def compare(count: int, relation: str, bound: int) -> bool:
 
 
 def divide(text: str, divider: str) -> list[str]:
-    """Return the stripped parts between dividers, which may also stand at the very start and end.
-    An empty part between two of them makes the list empty, which no instruction requires."""
+    """Return the stripped parts between dividers. A divider may also stand at the very start and
+    end. If a part between two of them is empty, return no parts, which satisfies no instruction."""
     first, *rest = (part.strip() for part in text.split(divider))
     return [part for part in (first, *rest) if part] if all(rest[:-1]) else []
 
 
 def count_sentences(text: str) -> int:
-    """Return the number of sentences with a letter in them. A sentence ends with the text, or with
-    a word that ends in . ! or ? (also before quotes and brackets) and is no initial ("J.") or
-    common abbreviation. Line breaks end no sentence."""
+    """Return the number of sentences that have a letter. A sentence ends at the end of the text, or
+    at a word that ends in . ! or ? (also before quotes and brackets), unless the word is an initial
+    ("J.") or a common abbreviation. A line break ends no sentence."""
     count = 0
     inside = False  # a sentence
     for word in text.split():
@@ -155,8 +154,8 @@ def count_sentences(text: str) -> int:
 def nth_paragraph_first_word(
     text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
 ) -> bool:
-    """Check for exactly so many paragraphs, divided by empty lines, the nth (from 1) of which
-    starts with the word."""
+    """Check that there are exactly so many paragraphs, divided by empty lines, and that the nth
+    (from 1) begins with the word."""
     paragraphs = [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
     if len(paragraphs) != num_paragraphs or nth_paragraph > num_paragraphs:
         return False
@@ -165,15 +164,14 @@ def nth_paragraph_first_word(
 
 
 def postscript(text: str, postscript_marker: str) -> bool:
-    """Check that the marker occurs anywhere, in any case; the dataset's two also with white space
+    """Check that the marker occurs anywhere, in any case; the dataset's two also with spaces
     inside."""
     marker = postscript_marker.strip()
     return re.search(POSTSCRIPTS.get(marker, re.escape(marker.lower())), text.lower()) is not None
 
 
 def number_highlighted_sections(text: str, num_highlights: int) -> bool:
-    """Check for at least so many *highlights* and **highlights**, each within a line and not
-    blank."""
+    """Check for at least so many *highlights* or **highlights**, not blank, each within a line."""
     highlights = re.findall(r"\*([^\n*]*)\*", text) + re.findall(r"\*\*([^\n*]*)\*\*", text)
     return sum(highlight.strip() != "" for highlight in highlights) >= num_highlights
 
@@ -199,7 +197,7 @@ def json_format(text: str) -> bool:
 
 
 def title(text: str) -> bool:
-    """Check that a line has <<a title>>, not blank."""
+    """Check that some line has <<a title>> that is not blank."""
     # A regular expression would look for the ">>" anew from every "<<" of a line.
     titles = [line.partition("<<")[2].rpartition(">>")[0] for line in text.split("\n")]
     return any(title.strip("<>").strip() for title in titles)

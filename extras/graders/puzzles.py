@@ -8,10 +8,10 @@ def countdown(completion: str, row: dict) -> float:
     """Return 1 if the completion's expression makes `target` out of `nums` (or `numbers`), each
     used exactly once.
 
-    The expression is the content of the last <answer>...</answer> or, if no such tag is opened, the
-    last line that is not blank. It has only whole numbers in plain digits, parentheses and binary +
-    - * / (also typeset as × ÷ −). One "= target" may follow it, and one full stop at the end;
-    anything else on the right of "=" gives 0."""
+    The expression is what the last <answer>...</answer> has in it or, if no such tag is opened, the
+    last line that is not blank. It may have whole numbers in plain digits, parentheses and binary +
+    - * / (also typeset as × ÷ −). "= target" and a full stop may follow it once each; anything else
+    on the right of "=" gives 0."""
     text = last_tagged(completion, "answer")
     if text is None:
         text = "" if "<answer>" in completion else completion.rstrip().rpartition("\n")[2]
@@ -23,7 +23,7 @@ def countdown(completion: str, row: dict) -> float:
 
 
 def last_tagged(text: str, tag: str) -> str | None:
-    """Return the text between the last closing tag and the last opening one before it; None without
+    """Return the text between the last closing tag and the opening tag before it, or None without
     such a pair."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
