@@ -1,7 +1,5 @@
-"""`--tools mcp:"command args"`: the tools of a program that speaks the Model Context Protocol over
-its standard input and output.
-
-Each episode starts a server from its own process."""
+"""`--tools mcp:"command args"`: the tools of a server, a program that speaks the Model Context
+Protocol over stdin and stdout. Each episode starts a server of its own, from its own process."""
 
 import json
 import logging
@@ -23,14 +21,14 @@ from common.config.flags import HIDDEN, public
 from common.workers.worker import one_line
 from extras.tools.sources import ToolError
 
-PAGES = 100  # of a list of tools
-VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*|[A-Za-z_]\w*=.*", re.DOTALL)  # of env: KEY, key=value
+PAGES = 100  # most pages of a server's list of tools
+VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*|[A-Za-z_]\w*=.*", re.DOTALL)  # after env: KEY, key=value
 logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it reports each line that is no message
 
 
 class McpTools:
-    """The tools of a server, with the methods of `Functions`. It starts at its first question, and
-    again after it has ended. Its event loop has a thread."""
+    """The tools of a server, with the methods of `Functions`. The server starts when it is first
+    asked, and again after it has ended. The event loop that talks to it runs in a thread."""
 
     def __init__(self, label: str, command: list[str], environment: dict[str, str], seconds: float):
         """`seconds`: time limit of the start and of each answer."""
@@ -38,12 +36,12 @@ class McpTools:
         self.command = command
         self.environment = environment
         self.seconds = seconds
-        self.stack = ExitStack()  # ends it
+        self.stack = ExitStack()  # closing it ends the server
         self.client: Client | None = None  # None while it does not run
 
     @cached_property
     def tools(self) -> list[Tool]:
-        """All tools. The server ends after it has listed them. Raises `ValueError`."""
+        """All tools, which the server lists before it is ended again. Raises `ValueError`."""
         try:
             tools = self._listed()
         except (ToolError, TimeoutError) as error:
@@ -59,7 +57,7 @@ class McpTools:
         return [tool.name for tool in self.tools]
 
     def schemas(self) -> list[dict]:
-        """Return their JSON schemas, as the server has them."""
+        """Return their JSON schemas, as the server wrote them."""
         functions = [
             dict(name=t.name, description=t.description or "", parameters=t.input_schema)
             for t in self.tools
@@ -94,12 +92,12 @@ class McpTools:
         return text
 
     def end(self) -> None:
-        """End the server. It has two seconds to end by itself."""
+        """End the server, which has two seconds to end by itself."""
         self.stack.close()
         self.client = None
 
     def _ask(self, method: str, **arguments):
-        """Return the result of a method of the client. Closes a server that ended or is late."""
+        """Return the result of a method of the client. Close a server that ended or is late."""
         if self.client is None:
             self._start()
 
@@ -130,7 +128,7 @@ class McpTools:
         try:
             self.portal = self.stack.enter_context(start_blocking_portal())
             connecting = self.portal.wrap_async_context_manager(started(client, self.seconds))
-            with without_memory_limit():  # which the server would inherit
+            with without_memory_limit():  # the server would inherit it
                 self.client = self.stack.enter_context(connecting)
         except Exception as error:  # of the system or of the protocol, or groups of them
             cause = error
@@ -145,7 +143,7 @@ class McpTools:
 
 @asynccontextmanager
 async def started(client: Client, seconds: float) -> AsyncIterator[Client]:
-    """Connect a client. Raises `TimeoutError`."""
+    """Connect a client while the context lasts. Raises `TimeoutError`."""
     with anyio.fail_after(seconds) as limit:
         async with client:
             limit.deadline = math.inf
@@ -154,7 +152,7 @@ async def started(client: Client, seconds: float) -> AsyncIterator[Client]:
 
 @contextmanager
 def without_memory_limit() -> Iterator[None]:
-    """Lift the limit of address space, of which some runtimes reserve much (Node)."""
+    """Lift the limit of the address space: some runtimes (Node) reserve much of it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
     try:
@@ -165,7 +163,7 @@ def without_memory_limit() -> Iterator[None]:
 
 @cache
 def mcp_source(spec: str, seconds: float) -> McpTools:
-    """Return the source of `mcp:"command args"`. Raises `ValueError` if there is no command, or a
+    """Return the source `mcp:"command args"`. Raises `ValueError` if there is no command, or a
     variable of `env` has no value."""
     label = f"--tools {public(spec)}"
     try:
@@ -179,8 +177,8 @@ def mcp_source(spec: str, seconds: float) -> McpTools:
 
 
 def split_environment(label: str, words: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the command of `env KEY OTHER=value command` and the variables: those with a name
-    alone have the value that they have here, which no file of a run then has."""
+    """Return the command and the variables of `env KEY OTHER=value command`. A variable without a
+    value has the one that it has here; so no file of a run contains it."""
     for word in words:
         if word.endswith(f"={HIDDEN}"):
             name = re.split(r"[\s=]", word)[-2]

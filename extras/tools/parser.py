@@ -1,8 +1,8 @@
-"""The calls in a turn of the model, in the format of its chat template.
+"""Reads the calls in a turn of the model, in the format of its chat template.
 
-`hermes` and `openai` are read here, every other format by a tool parser of vLLM. The parser is
-tried at the start of a run on a call that the chat template writes. A turn in which a call begins
-but none can be read is malformed: it is not an answer."""
+`hermes` and `openai` are read here, every other format by a tool parser of vLLM. At the start of a
+run, the parser must read a call that the chat template has written. A turn in which a call begins
+but none can be read is malformed; it does not count as an answer."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ from common.text.messages import arguments_of
 from common.text.thoughts import answer_of, template_text, thought_marks
 from common.text.turns import prompt_of, require_shown, said_of, template_form
 
-# How chat templates begin a call -> name of the parser; the first that matches is the default.
+# How chat templates begin a call -> name of its parser. The first match is the default.
 FORMATS = (
     (r"<tool_call>\s*\{", "hermes"),
     (r"<tool_call>\s*<function=", "qwen3_coder"),
@@ -45,10 +45,10 @@ FORMATS = (
 )
 
 
-# a call with arguments of two types, which the start of a run writes and reads
+# The start of a run writes and reads this call, with arguments of two types.
 TRIED = CALL | dict(function=CALL["function"] | dict(arguments=dict(x=1, s="a b")))
 
-SECONDS = 5.0  # to read a turn: patterns of vLLM's parsers take quadratic time and worse
+SECONDS = 5.0  # limit for reading a turn: some of vLLM's patterns take quadratic time and worse
 
 
 class Call(NamedTuple):
@@ -58,16 +58,16 @@ class Call(NamedTuple):
     arguments: object
     """an object, unless the model wrote something else"""
     id: str | None = None
-    """id, if the model wrote one"""
+    """the call's id, if the model wrote one"""
 
 
 class Turn(NamedTuple):
-    """A turn of the model: text without calls is its answer."""
+    """A turn of the model. Text without calls is its answer."""
 
     content: str
     calls: list[Call]
     problem: str = ""
-    """why the calls cannot be read; empty if they can, or if there are none"""
+    """why the calls cannot be read; empty if they can be, or if there are none"""
 
 
 # (turn, schemas) -> text in front of the calls, and the calls. Raises `ValueError`.
@@ -75,7 +75,7 @@ Reader = Callable[[str, list[dict]], tuple[str, list[Call]]]
 
 
 class Parser:
-    """Parser of the turns of one model."""
+    """Parses the turns of one model."""
 
     def __init__(self, read: Reader, tokenizer, cuts_thoughts: bool = True):
         self.read = read
@@ -85,9 +85,9 @@ class Parser:
         """text with which a call begins; empty if it is no mark, but could begin any text"""
 
     def parse(self, text: str, tools: list[dict], prompt: str = "") -> Turn:
-        """Return the calls in a turn of the model, after its thoughts. `text`: the turn without
-        the token that ends it; `tools`: schemas, for the types of arguments; `prompt`: the text
-        before the turn, or its end, which may open a thought."""
+        """Return the calls in a turn of the model, after its thoughts. `text`: the turn without the
+        token that ends it; `tools`: schemas, for the types of arguments; `prompt`: the text before
+        the turn, or its last part, which may open a thought."""
         answer = text
         if self.cuts_thoughts:
             inside = re.search(rf"(?:{self.start})\s*\Z", prompt) is not None
@@ -130,8 +130,8 @@ def make_parser(tokenizer, args: SamplingArgs) -> Parser:
 
 
 def written_calls(chat: ChatTemplate, row: dict, calls: list[dict]) -> tuple[str, str]:
-    """Return a prompt and the turn that the model says after it for `calls`, without the token that
-    ends it. Raises `ValueError` if the template does not show such a turn."""
+    """Return a prompt, and the turn in which the model makes `calls` after it, without the token
+    that ends it. Raises `ValueError` if the template does not show such a turn."""
     row, messages = template_form(chat, row, [ASKED, SAID | dict(content="", tool_calls=calls)])
     try:
         require_shown(chat, row, messages)
@@ -143,7 +143,7 @@ def written_calls(chat: ChatTemplate, row: dict, calls: list[dict]) -> tuple[str
 
 
 def default_parser(text: str) -> str:
-    """Return the name of the parser for a call as the template writes it."""
+    """Return the name of the parser for a call that the template wrote."""
     for pattern, name in FORMATS:
         if re.search(pattern, text, re.DOTALL):
             return name
@@ -151,7 +151,7 @@ def default_parser(text: str) -> str:
 
 
 def marker_of(text: str) -> str:
-    """Return the mark at the start of a call: a tag, or the text in front of the name."""
+    """Return the mark with which a call starts: a tag, or the text in front of its name."""
     tag = re.match(r"\s*(<[^<>\s]+>|\[[A-Z_]+\])", text)
     if tag:
         return tag[1]
@@ -183,8 +183,8 @@ def read_hermes(text: str, tools: list[dict]) -> tuple[str, list[Call]]:
 
 
 def call_of(text: str) -> Call:
-    """Read a call as JSON, in the forms that a row of data has; `parameters` are arguments. Raises
-    `ValueError` for any other key: without it, another call would run."""
+    """Read a call from JSON, in the forms that rows of data have; `parameters` means arguments.
+    Raises `ValueError` for any other key: without it, another call would run."""
     try:
         call = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -203,8 +203,8 @@ def call_of(text: str) -> Call:
 
 
 def read_harmony(text: str, tools: list[dict]) -> tuple[str, list[Call]]:
-    """Read the call of gpt-oss, the last message of its turn, whose recipient is a function. Other
-    messages of the turn are thoughts."""
+    """Read the call of gpt-oss: the last message of its turn, if it is addressed to a function.
+    Other messages of the turn are thoughts."""
     header, _, body = text.rpartition("<|start|>")[2].partition("<|message|>")
     recipient = re.search(r"to=functions\.([\w.-]+)", header)
     if recipient is None:

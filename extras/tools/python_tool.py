@@ -1,5 +1,6 @@
 """`--tools python`: a confined Python interpreter (extras/code/sandbox/) whose state stays between
-the calls of an episode. It is stopped between them: what a thread does then, nobody would watch."""
+the calls of an episode. Between calls it is stopped, since nobody watches what its threads do
+then."""
 
 import os
 import signal
@@ -10,9 +11,9 @@ from itertools import count
 from extras.code.sandbox import program
 from extras.code.sandbox.process import Limits, ProgramError
 
-LIFE = 24 * 3600.0  # seconds of an interpreter
-# Runs in the interpreter: returns the number of a call, what its program prints and the value of
-# its last expression.
+LIFE = 24 * 3600.0  # seconds that an interpreter may live
+# This runs in the interpreter. `run` returns the number of the call, with what the program prints
+# and the value of its last expression.
 SOURCE = """
 import ast, contextlib, io
 
@@ -47,10 +48,10 @@ require_confinement = partial(program.require_confinement, what="--tools python"
 
 
 class Interpreter:
-    """Interpreter of one episode, which starts at its first call."""
+    """The interpreter of one episode. It starts at its first call."""
 
     def __init__(self, seconds: float, unsafe: bool):
-        """`seconds`: limit of one call, the start of the interpreter included."""
+        """`seconds`: limit of one call, in which the interpreter may have to start first."""
         self.seconds = seconds
         self.unsafe = unsafe
         self.program: program.Program | None = None

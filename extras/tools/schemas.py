@@ -1,4 +1,4 @@
-"""The JSON schemas of `--tools`, in the training process, and the tools of a data row."""
+"""The JSON schemas of `--tools` and the tools of each data row, in the training process."""
 
 import inspect
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from extras.tools.sources import Functions, load_source, name_of
 
 
 def schema_of(label: str, name: str, function: Callable, is_method: bool) -> dict:
-    """Return the JSON schema of the function `name` from its type hints and its docstring. Raises
+    """Return the JSON schema of a function, from its type hints and its docstring. Raises
     `ValueError` that begins with `label` if they are incomplete."""
     from transformers.utils import (
         DocstringParsingException,
@@ -36,8 +36,7 @@ def schema_of(label: str, name: str, function: Callable, is_method: bool) -> dic
 
 
 def schemas_of(spec: str, args: SamplingArgs) -> list[dict]:
-    """Return the schemas of a value of `--tools`. Raises `ValueError` for a wrong one, also if a
-    user's file raises."""
+    """Return the schemas of one value of `--tools`. Raises `ValueError` for a wrong one."""
     path, _, _ = spec.rpartition(":")
     if spec.endswith(".py") and not spec.startswith("mcp:"):
         load_user_file("--tools", spec, spec)
@@ -55,7 +54,7 @@ def schemas_of(spec: str, args: SamplingArgs) -> list[dict]:
 
 
 def tool_schemas(args: SamplingArgs) -> list[dict]:
-    """Return the schemas of `--tools`. Raises `ValueError` if two tools have one name."""
+    """Return the schemas of `--tools`. Raises `ValueError` if two tools have the same name."""
     owners: dict[str, str] = {}
     schemas: list[dict] = []
     for spec in args.tools:
@@ -70,9 +69,9 @@ def tool_schemas(args: SamplingArgs) -> list[dict]:
 
 
 def tool_selector(args: SamplingArgs, tokenizer) -> Callable[[dict], list[dict]]:
-    """Return the function row -> schemas of its tools, which its column `tools` names; by default
-    all of `--tools`. It raises `ValueError` for a row that names an unknown one. Raises
-    `ValueError` for wrong tools, and if the calls of the chat template cannot be read."""
+    """Return a function from a row to the schemas of its tools: those that its column `tools`
+    names, by default all. It raises `ValueError` for a row that names an unknown tool. Raises
+    `ValueError` for wrong tools, and if no parser reads the calls of the chat template."""
     make_parser(tokenizer, args)
     schemas = {name_of(schema): schema for schema in tool_schemas(args)}
 
@@ -90,7 +89,7 @@ def tool_selector(args: SamplingArgs, tokenizer) -> Callable[[dict], list[dict]]
 
 
 def _names(row: dict) -> list[str]:
-    """Return the names in the column `tools`: a list of names or schemas, also as JSON."""
+    """Return the names in the column `tools`: a list of names or schemas, possibly as JSON."""
     tools = from_json(row["tools"])
     if isinstance(tools, list) and all(isinstance(tool, str) for tool in tools):
         return tools

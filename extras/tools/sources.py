@@ -1,8 +1,8 @@
-"""The values of `--tools`: where tools come from.
+"""Where the tools of `--tools` come from: Python files, Python's interpreter, or MCP servers.
 
-A source, `Functions` or `McpTools`, is made twice: in the training process for its schemas
-(schemas.py), and in the process that is forked for each episode (toolbox.py), which calls its tools
-and therefore imports little."""
+A source, `Functions` or `McpTools`, is made twice. The training process makes it for its schemas
+(schemas.py). The process that is forked for each episode (toolbox.py) calls its tools, and should
+import little."""
 
 import inspect
 from collections.abc import Callable
@@ -17,22 +17,22 @@ from common.workers.worker import load_file
 if TYPE_CHECKING:
     from extras.tools.mcp_tools import McpTools
 
-TIME = 0.8  # of --environment_timeout; then the other tools of the episode keep their state
+TIME = 0.8  # of --environment_timeout: a late tool is stopped before its process would be
 HOOKS = ("reset", "close")  # optional methods of a class: at the start and the end of an episode
 
 
 class ToolError(Exception):
-    """Error whose text the model reads in full."""
+    """An error whose text the model reads in full."""
 
 
 @dataclass(eq=False)
 class Functions:
-    """Functions, or methods of a class of which each episode has an object. `begin` runs before the
-    first call of an episode, `end` unless its process hangs or dies."""
+    """Functions, or methods of a class, of which each episode has an object. `begin` runs before
+    the first call of an episode, `end` after the last unless its process hangs or dies."""
 
     functions: dict[str, Callable]
     make: Callable[[], object] | None = None
-    """for methods: returns the object"""
+    """makes the object whose methods are called"""
 
     @property
     def names(self) -> list[str]:
@@ -57,8 +57,8 @@ def name_of(schema: dict) -> str:
 
 
 def load_source(spec: str, flags: Any) -> "Functions | McpTools":
-    """Return the source of a value of `--tools`. `flags`: `answer_seconds` and
-    `--unsafe_code_execution`. Raises `ValueError` for an unknown one, and what a user's file
+    """Return the source that a value of `--tools` names. `flags`: an object with `answer_seconds`
+    and `unsafe_code_execution`. Raises `ValueError` for an unknown one, and what a user's file
     raises."""
     label = f"--tools {spec}"
     if spec == "python":
@@ -69,7 +69,7 @@ def load_source(spec: str, flags: Any) -> "Functions | McpTools":
         make = partial(Interpreter, seconds, flags.unsafe_code_execution)
         return Functions(dict(python=Interpreter.python), make)
     if spec.startswith("mcp:"):
-        with extra("tools", "--tools mcp"):  # the command may have secrets
+        with extra("tools", "--tools mcp"):  # not the whole value: a command may contain secrets
             from extras.tools.mcp_tools import mcp_source
         return mcp_source(spec, TIME * flags.answer_seconds)
     if spec.endswith(".py"):
@@ -84,7 +84,7 @@ def load_source(spec: str, flags: Any) -> "Functions | McpTools":
 
 
 def functions_of(module: ModuleType) -> dict[str, Callable]:
-    """Return the public functions with a docstring that a file defines."""
+    """Return the public functions that a file defines and that have a docstring."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -96,6 +96,6 @@ def functions_of(module: ModuleType) -> dict[str, Callable]:
 
 
 def methods_of(tool: type) -> dict[str, Callable]:
-    """Return the public methods of a class, without `reset` and `close`."""
+    """Return the public methods of a class, except `reset` and `close`."""
     methods = dict(inspect.getmembers(tool, inspect.isfunction))
     return {name: methods[name] for name in methods if name[0] != "_" and name not in HOOKS}

@@ -1,5 +1,5 @@
 """The built-in tasks `calculator`, for the environment of this name, and `products`, for `--tools
-python`: products of a three-digit and a two-digit number, too hard for the tiny model without help.
+python`: multiply a three-digit and a two-digit number, too hard for the tiny model without help.
 
 A row has `prompt`, `answer` and `messages`, a demonstration for sft.py."""
 
@@ -22,7 +22,7 @@ PYTHON_TOOL = dict(  # the schema of `--tools python`
 
 
 def calculator_rows(split: str) -> list[dict]:
-    """Return products; the environment `calculator` answers `<calc>`."""
+    """Return products, whose demonstrations ask the environment `calculator` by `<calc>`."""
 
     def solve(product: str, result: str) -> list[dict]:
         return [
@@ -35,7 +35,7 @@ def calculator_rows(split: str) -> list[dict]:
 
 
 def products_rows(split: str) -> list[dict]:
-    """Return products with calls in the format of the chat template."""
+    """Return products, whose demonstrations call the tool in the chat template's format."""
 
     def solve(product: str, result: str) -> list[dict]:
         function = dict(name="python", arguments=dict(code=product))
@@ -51,8 +51,8 @@ def products_rows(split: str) -> list[dict]:
 
 
 def _product_rows(split: str, share: float, solve: Callable[[str, str], list[dict]]) -> list[dict]:
-    """Return 500 rows for `test`, else 12,000. The demonstrator solves a `share` of them by a tool,
-    else estimates, mostly wrongly."""
+    """Return 500 rows for `test`, else 12,000. The demonstrations solve a `share` of them with a
+    tool, and estimate the others, mostly wrongly."""
     rng = random.Random(0)
     rows = []
     for _ in range(12_500):

@@ -1,4 +1,4 @@
-"""The tools of one episode, in a process of its own, as a target of common/workers/pool.py."""
+"""The tools of one episode. They run in a process of their own (common/workers/pool.py)."""
 
 import json
 from collections.abc import Callable, Iterator, MappingView, Set
@@ -18,18 +18,18 @@ if TYPE_CHECKING:  # the processes of tools import little
     from common.config.online import SamplingArgs
     from extras.tools.mcp_tools import McpTools
 
-# keys of a schema beside which further parameters may be right, or which decide about them
+# a schema with one of these keys may allow parameters that its properties do not name
 OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
-MAX_OUTPUT = 4000  # characters of a result; a longer one is cut
+MAX_OUTPUT = 4000  # characters after which a result is cut
 PROBLEMS = ("malformed", "unknown", "wrong_arguments", "raised", "timed_out", "cut")
 
 
 class Outcome(NamedTuple):
-    """Result of a call, as the model reads it."""
+    """The result of a call, as the model reads it."""
 
     text: str
     problem: str = ""
-    """one of `PROBLEMS`; empty for a result of the tool"""
+    """one of `PROBLEMS`; empty if the tool returned a result"""
     cut: bool = False
 
 
@@ -40,7 +40,7 @@ def settings_of(args: "SamplingArgs") -> dict:
 
 
 def load_toolbox(settings: dict) -> Callable[[], "Toolbox"]:
-    """Return the function that makes the toolbox of an episode. Imports the files of `--tools`.
+    """Import the files of `--tools`, and return the function that makes the toolbox of an episode.
     `settings`: see `settings_of`."""
     flags = SimpleNamespace(**settings)
     owners: dict[str, Functions | McpTools] = {}
@@ -51,19 +51,19 @@ def load_toolbox(settings: dict) -> Callable[[], "Toolbox"]:
 
 
 class Toolbox:
-    """The tools of one episode: checks calls and runs them."""
+    """Checks and runs the calls of one episode."""
 
     def __init__(self, owners: "dict[str, Functions | McpTools]"):
         self.owners = owners
         self.begun: list[Functions | McpTools] = []
 
     def begin(self, row: dict) -> None:
-        """Begin the episode of a data row, whose `tools` are the schemas that the model reads."""
+        """Begin the episode of a data row. Its `tools` are the schemas that the model reads."""
         self.row = row
         self.schemas = {name_of(tool): tool.get("function", tool) for tool in row["tools"]}
 
     def call(self, name: str, arguments: object) -> Outcome:
-        """Return the result of one call, or an error that the model can read."""
+        """Return the result of one call, or an error in words for the model."""
         schema = self.schemas.get(name)
         if schema is None:
             there_are = ", ".join(self.schemas) or "none"
@@ -91,7 +91,7 @@ class Toolbox:
             source.end()
 
     def _outcome(self, text: str, problem: str = "") -> Outcome:
-        """Return an outcome whose text has UTF-8 and at most `MAX_OUTPUT` characters."""
+        """Return an outcome with a text in UTF-8 of at most `MAX_OUTPUT` characters."""
         text = text.encode("utf-8", "replace").decode()
         length = len(text)
         if length <= MAX_OUTPUT:
@@ -107,7 +107,7 @@ def text_of(value: object) -> str:
 
 
 def plain(value: object) -> object:
-    """Return a value in the types of JSON; what has no like in them becomes its text."""
+    """Return a value in the types of JSON. What none of them can hold becomes its text."""
     if type(value).__module__ in ("numpy", "torch"):
         value = value.tolist() if hasattr(value, "tolist") else str(value)
     if is_dataclass(value) and not isinstance(value, type):
@@ -126,7 +126,7 @@ def plain(value: object) -> object:
 
 @cache
 def checker_of(kind: type) -> type:
-    """Return a kind of validator for which null fits where a schema is `nullable`, as transformers
+    """Return a kind of validator that accepts null where a schema is `nullable`, as transformers
     writes `int | None`."""
 
     def nullable(check: Callable) -> Callable:
@@ -140,7 +140,7 @@ def checker_of(kind: type) -> type:
 
 
 def wrong_arguments(schema: dict, arguments: object) -> str:
-    """Return why arguments do not fit a JSON schema; empty if they do. Unlike JSON schema, a
+    """Return why arguments do not fit a JSON schema, or "" if they do. Other than in JSON schema, a
     parameter that the schema does not name is wrong."""
     if not isinstance(arguments, dict):
         return "the arguments are not an object"

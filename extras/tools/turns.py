@@ -1,9 +1,9 @@
 """`--tools`: episodes in which the model calls tools between its turns.
 
-A turn with calls goes on with their results, as the token ids that the chat template gives them,
+After a turn with calls come their results, as the token ids that the chat template gives them,
 without loss. A turn without a call is the answer and ends the episode. Each episode with calls has
-a process of its own (extras/tools/toolbox.py); a process that hangs or dies is replaced by a new
-one, without its state, and the model reads an error in place of the result."""
+a process of its own (extras/tools/toolbox.py). If it hangs or dies, a new one takes its place,
+without its state, and the model reads an error in place of the result."""
 
 import time
 
@@ -20,13 +20,13 @@ from extras.tools.parser import Call, make_parser
 from extras.tools.schemas import tool_selector
 from extras.tools.toolbox import PROBLEMS, Outcome, settings_of
 
-START = 900.0  # seconds to load the tools, such as the index of a large file
+START = 900.0  # seconds to load the tools, which may read an index of a large file
 STARTS = 3  # attempts at loading them: a process may be killed from outside
 MALFORMED = Call("invalid", {})  # stands for calls that could not be read
 
 
 class Tools:
-    """The partner of `--tools`."""
+    """Plays the part of the tools in the episodes of `--tools`."""
 
     tools_of_rows = staticmethod(tool_selector)
 
@@ -45,7 +45,7 @@ class Tools:
 
 
 class ToolEpisode:
-    """The tools of an episode, and from its first call on the process that has them."""
+    """The tools of one episode. It has a process from its first call on."""
 
     def __init__(self, tools: Tools, row: dict):
         self.tools = tools
@@ -54,7 +54,7 @@ class ToolEpisode:
         self.counts = dict.fromkeys(("calls", *PROBLEMS), 0)
 
     async def answer(self, completion: Completion) -> list[int] | None:
-        """Return the ids of the results of the calls in a turn; see `Episode` in episodes.py."""
+        """Return the ids of the results of a turn's calls, None if it has none; see `Episode`."""
         completion.turn_rewards.append((len(completion.ids) - 1, 0.0))
         prompt = self.tools.tokenizer.decode(before_last_turn(completion)[-TAIL:])
         turn = self.tools.parser.parse(completion.text, self.row["tools"], prompt)
@@ -91,7 +91,8 @@ class ToolEpisode:
             self.process.close()
 
     async def _outcomes(self, calls: list[Call]) -> list[Outcome]:
-        """Run the calls of a turn, as long as they have not taken the time of one."""
+        """Run the calls of a turn one after the other. They share the time of one answer: later
+        calls are not run once it is used up."""
         seconds = self.tools.args.answer_seconds
         taken = 0.0
         outcomes = []
@@ -109,8 +110,8 @@ class ToolEpisode:
         return outcomes
 
     async def _outcome(self, call: Call, result: Result | None) -> Outcome:
-        """Run a call. If it ends the process, the error is its outcome, and the next call has a new
-        process. `result`: of the start of the process, which may have failed."""
+        """Run a call. If it ends the process, the error is its outcome, and the next call gets a
+        new process. `result`: that of the start of a new process, which may have failed."""
         seconds = self.tools.args.answer_seconds
         if not self.process.closed:
             result = await self.process.call("call", call.name, call.arguments, seconds=seconds)
@@ -138,8 +139,8 @@ class ToolEpisode:
 def reply_ids(
     encoder: Encoder, row: dict, calls: list[Call], texts: list[str], last_token: int | None = None
 ) -> list[int]:
-    """Return the ids of the results of calls, between two turns of the model; `last_token` as in
-    `Encoder.reply`. Raises `ValueError` if the chat template refuses them."""
+    """Return the ids of the results of calls, which stand between two turns of the model.
+    `last_token`: see `Encoder.reply`. Raises `ValueError` if the chat template refuses them."""
     made = []
     results = []
     for number, (call, text) in enumerate(zip(calls, texts, strict=True)):
