@@ -1,4 +1,4 @@
-"""Trackers of a run beside its own files. Rank 0 only."""
+"""Trackers to which rank 0 sends a run's metrics, beside the run's own files (`--log_to`)."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from common.workers.worker import one_line
 
 
 class Wandb:
-    """The wandb run of a folder, which a resumed run continues."""
+    """The wandb run of an output folder. A resumed run continues it."""
 
     def __init__(self, args: TrainArgs, folder: Path, first_step: int):
         """Raises `ValueError` without a key, for which wandb would ask, or if wandb refuses the
@@ -56,7 +56,7 @@ class Wandb:
 
 
 class Tensorboard:
-    """Metrics in `tensorboard/` of a run's folder."""
+    """Writes metrics to `tensorboard/` in the output folder."""
 
     def __init__(self, args: TrainArgs, folder: Path, first_step: int):
         try:
@@ -81,13 +81,13 @@ TRACKERS = dict(wandb=Wandb, tensorboard=Tensorboard)
 
 
 def start_trackers(args: TrainArgs, folder: Path, first_step: int) -> list:
-    """Return the trackers of `--log_to`, once each."""
+    """Return the trackers of `--log_to`, each once."""
     starts = {name: TRACKERS.get(name) or partial(_own, name) for name in args.log_to}
     return [start(args, folder, first_step) for start in starts.values()]
 
 
 def _own(spec: str, args: TrainArgs, folder: Path, first_step: int) -> SimpleNamespace:
-    """Return a user's tracker. What it raises ends the run, in one line."""
+    """Return a user's tracker. If it raises, the run ends with that error in one line."""
 
     def guarded(function, *given):
         try:
