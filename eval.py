@@ -17,7 +17,9 @@ Shapes: P prompts, S samples of each, B bootstrap draws.
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,8 +33,8 @@ from common.config.groups import ImageArgs
 from common.config.online import SamplingArgs
 from common.config.parse import parse
 from common.evaluate import checkpoint_curve, completions_file
+from common.evaluate.completions_file import Line, StoredCompletion
 from common.evaluate.estimators import (
-    SOLVED,
     final_answer,
     majority_at_k,
     mean_and_interval,
@@ -110,64 +112,54 @@ class Args(ImageArgs, ShotArgs, TruncationArgs, SamplingArgs):
 # ---- measurements ----
 
 
-def solves(completion: dict) -> bool | None:
-    """Return whether a completion solves its prompt. One whose reward failed does not; None: no
-    reward applies."""
-    if completion["score"] is None:
-        return False if completion["reward_errors"] else None
-    return completion["score"] >= SOLVED
+def vote_of(completion: StoredCompletion) -> str | None:
+    if completion.vote == "":  # an earlier version wrote the file
+        return final_answer(completion.text[completion.answer_at :])
+    return completion.vote
 
 
-def vote_of(completion: dict) -> str | None:
-    if completion["vote"] == "":  # an earlier version wrote the file
-        return final_answer(completion["text"][completion["answer_at"] :])
-    return completion["vote"]
-
-
-def measure(args: Args, lines: list[dict]) -> dict:
+def measure(args: Args, lines: list[Line]) -> dict:
     """Return the results of these prompts: the numbers of `overall` or of one domain in
     results.json."""
     interval = partial(mean_and_interval, seed=args.seed)
+    everything = [line.completions for line in lines]
+    greedy = [[c for c in group if c.greedy] for group in everything]
+    sampled = [[c for c in group if not c.greedy and c.solves is not None] for group in everything]
 
-    def mean_of(value_of, groups: list[list[dict]]) -> dict[str, float]:
-        values = [[value for c in group if (value := value_of(c)) is not None] for group in groups]
-        return interval([sum(v) for v in values], [len(v) for v in values])
+    def mean_of(groups: list[list[StoredCompletion]], number: Callable) -> dict[str, float]:
+        numbers = [[x for c in group if (x := number(c)) is not None] for group in groups]
+        return interval([sum(x) for x in numbers], [len(x) for x in numbers])
 
-    everything = [line["completions"] for line in lines]
-    sampled = [
-        [c for c in group if not c["greedy"] and solves(c) is not None] for group in everything
-    ]
-    right = [[solves(c) for c in group] for group in sampled]
+    out = dict(
+        prompts=len(lines),
+        failed=sum(bool(c.reward_errors) for c in chain(*everything)),
+        unscored=sum(c.solves is None for c in chain(*everything)),
+        solved=mean_of(greedy, lambda c: c.solves),
+        reward=mean_of(greedy, lambda c: c.reward),
+        pass_at_k={},
+        majority_at_k={},
+    )
+    right = [[c.solves for c in group] for group in sampled]
     rng = np.random.default_rng(distributed.fold_seed(args.seed))
     votes = [
         majority_at_k(
-            [vote_of(c) for c in group],
-            [None if c["score"] is None else solves(c) for c in group],
-            rng,
+            [vote_of(c) for c in group], [None if c.score is None else c.solves for c in group], rng
         )
         for group in sampled
     ]
-    greedy = [[c for c in group if c["greedy"]] for group in everything]
-    out = dict(
-        prompts=len(lines),
-        failed=sum(bool(c["reward_errors"]) for group in everything for c in group),
-        unscored=sum(solves(c) is None for group in everything for c in group),
-        solved=mean_of(solves, greedy),
-    )
-    out |= dict(reward=mean_of(lambda c: c["reward"], greedy), pass_at_k={}, majority_at_k={})
     for k in range(1, max(map(len, right)) + 1):
         # A reward may be missing.
         enough = [i for i, right_G in enumerate(right) if len(right_G) >= k]
         passes = [pass_at_k(len(right[i]), sum(right[i]), k) for i in enough]
         out["pass_at_k"][k] = interval(passes, [1] * len(enough))
         out["majority_at_k"][k] = interval([votes[i][k - 1] for i in enough], [1] * len(enough))
-    names = dict.fromkeys(name for group in everything for c in group for name in c["rewards"])
+    names = dict.fromkeys(name for c in chain(*everything) for name in c.rewards)
     out["rewards"] = {
-        name: mean_of(lambda c, name=name: c["rewards"].get(name), everything) for name in names
+        name: mean_of(everything, lambda c, name=name: c.rewards.get(name)) for name in names
     }
-    out["truncated"] = mean_of(lambda c: c["finish_reason"] == "length", everything)
-    out["mean_length"] = mean_of(lambda c: sum(c["sampled"]), everything)
-    out["mean_turns"] = mean_of(lambda c: c["turns"], everything)
+    out["truncated"] = mean_of(everything, lambda c: c.finish_reason == "length")
+    out["mean_length"] = mean_of(everything, lambda c: sum(c.sampled))
+    out["mean_turns"] = mean_of(everything, lambda c: c.turns)
     return out
 
 
@@ -215,15 +207,15 @@ def print_results(results: dict) -> None:
         Console().print(table)
 
 
-def left_out(results: dict, lines: list[dict]) -> list[str]:
+def left_out(results: dict, lines: list[Line]) -> list[str]:
     """Return lines about completions that were cut off, failed (not solved), or have no reward."""
-    everything = [(line["source"], c) for line in lines for c in line["completions"]]
+    everything = [(line.source, c) for line in lines for c in line.completions]
     said = []
     if failed := results["overall"]["failed"]:
         errors = (
             f"{name} on {source}: {error}"
             for source, c in everything
-            for name, error in c["reward_errors"].items()
+            for name, error in c.reward_errors.items()
         )
         problem = f"{failed} of {len(everything)} completions have a reward that failed"
         said.append(f"{problem} and count as not solved; the first: {next(errors)}")
@@ -247,7 +239,7 @@ class Task:
     rewards: Rewards
     device: torch.device
     folders: dict[str, str]  # folders of further models by flag: reward_model, perplexity_model
-    files: dict[str, list[dict]]  # completions from a file by flag: completions, against
+    files: dict[str, list[Line]]  # completions from a file by flag: completions, against
 
 
 def load_task(args: Args, path: str, device: torch.device) -> Task:
@@ -272,8 +264,8 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
                 f"--{flag}", Path(name), prompts, tokenizer, episodes=args.environment is not None
             )
     if args.against is not None:
-        own, other = files.get("completions"), len(files["against"][0]["completions"])
-        count = args.completions_per_prompt if own is None else len(own[0]["completions"])
+        own, other = files.get("completions"), len(files["against"][0].completions)
+        count = args.completions_per_prompt if own is None else len(own[0].completions)
         if other != count:
             difference = f"{other} completions of a prompt, there are {count} here"
             raise ValueError(f"--against {args.against} has {difference}")
@@ -288,7 +280,7 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
 
 def answers(
     args: Args, task: Task, engine: Engine | None, path: str, file: Path
-) -> tuple[list[dict], Engine | None]:
+) -> tuple[list[Line], Engine | None]:
     """Return the completions of --model, read or sampled into `file`, a line per prompt, fewer
     after a stop; and the engine, which is started when first needed. Collective."""
     if "completions" in task.files:
@@ -313,12 +305,12 @@ def answers(
     return lines, engine
 
 
-def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -> dict:
+def all_results(args: Args, task: Task, model: str, outputs: list[list[Line]]) -> dict:
     """Return results.json of a model from `outputs`: its lines and, with --against, the other's.
     Collective."""
     folders = task.folders
     interval = partial(mean_and_interval, seed=args.seed)
-    lines_of_domain: dict[str, list[dict]] = {}
+    lines_of_domain: dict[str, list[Line]] = {}
     for line, row in zip(outputs[0], task.prompts.rows, strict=True):
         lines_of_domain.setdefault(str(row.get("domain")), []).append(line)
     domains = {name: measure(args, lines_of_domain[name]) for name in sorted(lines_of_domain)}
@@ -329,7 +321,7 @@ def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -
         model=model, dataset=" ".join(args.dataset), too_long=task.prompts.dropped,
         overall=overall, domains=domains,
     )  # fmt: skip
-    judged = [[[c["reward"] for c in line["completions"]] for line in lines] for lines in outputs]
+    judged = [[[c.reward for c in line.completions] for line in lines] for lines in outputs]
     if "reward_model" in folders:
         judge = load_model(
             "--reward_model", args.reward_model, args, task.prompts.rows, task.tokenizer,
