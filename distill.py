@@ -376,7 +376,7 @@ def main(args: Args) -> None:
                         mb, teacher.teach(mb), compare_with, args.top_k, args.temperature
                     )
                     is_sampled = mb.rollout_logprobs_T is not None
-                    if is_sampled and mb.old_logprobs_T is None:  # no update yet
+                    if is_sampled and mb.old_logprobs_T is None:  # before the first update
                         mb.old_logprobs_T = comparison.logprobs_T.detach()
                     share_T, logged = loss(
                         comparison, mb.old_logprobs_T, mb.rollout_logprobs_T, mb.loss_mask_T,

@@ -259,12 +259,12 @@ def main(args: Args) -> None:
         # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
             lr = run.learning_rate(step)
-            for minibatch in minibatches * args.epochs_per_rollout:
+            for n, minibatch in enumerate(minibatches * args.epochs_per_rollout):
                 num_tokens, num_sequences = count_trained(minibatch)  # on all ranks
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
-                    if mb.old_logprobs_T is None and minibatch is minibatches[0]:  # no update yet
+                    if n == 0 and mb.old_logprobs_T is None:  # before the first update
                         mb.old_logprobs_T = logprobs_T.detach()
                     old_logprobs_T = mb.old_logprobs_T if needs_old else mb.rollout_logprobs_T
                     share_T, logged = loss(

@@ -288,7 +288,7 @@ def main(args: Args) -> None:
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
-                    if mb.old_logprobs_T is None and minibatch is minibatches[0]:  # no update yet
+                    if mb.old_logprobs_T is None:  # before the first update pi_old is pi
                         mb.old_logprobs_T = logprobs_T.detach()
                     share_T, logged = loss(
                         logprobs_T, mb.old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T,
