@@ -14,7 +14,7 @@ from functools import cache
 
 from openai import AsyncOpenAI
 
-from common.rewards.functions import from_json, plain
+from common.rewards.answers import from_json, plain
 
 # May have columns of the row in braces too.
 QUESTION = """\

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.objectives.advantages import ROUNDING
 from common.packs.sample import Group
 from common.parallel import distributed
-from common.rewards.functions import final_answers, last_boxed, plain, value_of
+from common.rewards.answers import final_answers, last_boxed, plain, value_of
 
 STATED = re.compile(r"(?:\banswer(?: is\b|:)|答案(?:是|为|:))[ :*]*([^\n]+)", re.IGNORECASE)
 SOLVED = 1 - 1e-6  # counts as a reward of 1, because sum([0.1] * 10) is less than 1

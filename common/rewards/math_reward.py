@@ -12,7 +12,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from functools import cache, lru_cache, partial
 
-from common.rewards.functions import (
+from common.rewards.answers import (
     BOX,
     CURRENCY,
     LETTER,

@@ -15,7 +15,7 @@ import re
 import string
 from collections.abc import Sequence
 
-from common.rewards.functions import (
+from common.rewards.answers import (
     LETTER,
     SCALE,
     as_text,

@@ -26,7 +26,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
-from common.rewards.functions import from_json
+from common.rewards.answers import from_json
 
 POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
 # hyphens, dots and slashes inside do not divide a word; "'" does

@@ -1,7 +1,7 @@
 """The reward `countdown`. common/rewards/functions.py says what a reward function may have."""
 
+from common.rewards.answers import from_json
 from common.rewards.arithmetic import arithmetic
-from common.rewards.functions import from_json
 
 
 def countdown(completion: str, row: dict) -> float:

@@ -24,7 +24,7 @@ from common.model.policy import load_policy
 from common.model.scoring import log_likelihoods, require_length
 from common.packs.sample import Completion, Group, Sample
 from common.parallel import distributed
-from common.rewards.functions import from_json
+from common.rewards.answers import from_json
 from common.text.columns import PROMPT_COLUMNS, choose_columns
 from common.text.encode import Encoder
 from common.text.filler import template_filler

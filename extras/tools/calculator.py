@@ -3,8 +3,8 @@ user's file it runs in processes, so it imports nothing heavy."""
 
 import re
 
+from common.rewards.answers import to_number
 from common.rewards.arithmetic import arithmetic
-from common.rewards.functions import to_number
 
 
 class Calculator:

@@ -7,7 +7,7 @@ from types import MethodType
 from common.config.flags import public
 from common.config.online import SamplingArgs
 from common.parallel import distributed
-from common.rewards.functions import from_json
+from common.rewards.answers import from_json
 from common.text.messages import tools_field
 from common.workers.user_code import load_callable, load_user_file
 from extras.tools.parser import make_parser

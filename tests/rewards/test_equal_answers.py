@@ -12,16 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.evaluate.estimators import final_answer
-from common.rewards.functions import (
-    boxed,
-    check_answer,
-    from_json,
-    gsm8k,
-    gsm8k_flexible,
-    last_boxed,
-    plain,
-    value_of,
-)
+from common.rewards.answers import check_answer, from_json, last_boxed, plain, value_of
+from common.rewards.functions import boxed, gsm8k, gsm8k_flexible
 from common.rewards.math_reward import math
 
 # gold answer, its other spellings, other values

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.evaluate.estimators import final_answer
+from common.rewards.answers import to_number
 from common.rewards.functions import (
     REWARDS,
     boxed,
@@ -18,7 +19,6 @@ from common.rewards.functions import (
     gsm8k,
     gsm8k_flexible,
     tag_format,
-    to_number,
 )
 from common.rewards.math_reward import math as math_reward
 from common.rewards.math_reward import normal, with_numbers
