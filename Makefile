@@ -1,4 +1,4 @@
-# Each target creates .venv, installs once and runs:
+# Each target but lock creates .venv, installs once and runs:
 # make install | demo | test | test-core | test-extras | test-fast | commands | course-test | curves | faults | field
 #      lint | lock | site | pictures | course-base | exercises | race | gpu-test | gpu-report
 PYTHON ?= python3

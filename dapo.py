@@ -148,7 +148,7 @@ def draw_groups(
     """Sample prompts and score their completions until enough groups have unequal rewards. Return
     None if a stop was requested. Collective. Raises `RunError` if no group has."""
     groups = {}
-    named_rewards = []  # this rank's, one table per draw
+    named_of_draws = []  # rewards by name of this rank, for each draw
     draws = []  # rewards and scores of all ranks, [B, 2, G] each
     kept = []
     num_drawn = 0
@@ -163,7 +163,7 @@ def draw_groups(
         with meter.time("reward"):
             rewards_PG, named_PG, _ = rewards.wait(new_groups, meter)
         measure_groups(meter, new_groups, rewards_PG, named_PG, warn=step == num_drawn == 0)
-        named_rewards.append(named_PG)
+        named_of_draws.append(named_PG)
         penalties_PG = truncation_penalties(new_groups, args.missing_eos_penalty)
         penalties_PG = penalties_PG + overlong_penalties(lengths(new_groups), args)
         both_P2G = torch.stack([rewards_PG, rewards_PG + penalties_PG], dim=1)
@@ -177,8 +177,8 @@ def draw_groups(
         drawn = MAX_DRAWS * args.prompts_per_step
         raise distributed.RunError(f"step {step + 1}: none of {drawn} groups has unequal rewards")
     named_rewards = {
-        name: distributed.join_rows([of_draw[name] for of_draw in named_rewards])
-        for name in named_rewards[0]
+        name: distributed.join_rows([named_PG[name] for named_PG in named_of_draws])
+        for name in named_of_draws[0]
     }
     return Drawn(groups, named_rewards, rewards_BG, scores_BG, is_unequal_B, kept)
 

@@ -161,7 +161,7 @@ class EngineArgs:
 
     engine: Literal["auto", "vllm", "transformers"] = "auto"
     """sample with this inference engine. auto: vllm if it is installed, else transformers, which is
-    slower"""
+    slower; on a CPU also for gated delta nets"""
     tensor_parallel_size: Annotated[Positive[int], VLLM] = 1
     """share one vLLM engine among this many ranks; must divide the number of generating ranks"""
     engine_args: Annotated[Several[str], VLLM] = ()

@@ -47,8 +47,8 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
         args = args_class(**built_in | preset | given)
         for name, value in preset.items():
             if (other := getattr(args, name)) != value:
-                preset = f"--preset {args.preset}, which sets {value}"
-                raise ValueError(f"--{name} {other} contradicts {preset}")
+                source = f"--preset {args.preset}, which sets {value}"
+                raise ValueError(f"--{name} {other} contradicts {source}")
         planned = args.planned_ranks if isinstance(args, TrainArgs) else None
         check_ranks(args, planned or distributed.world_size())
     except ValueError as error:

@@ -29,7 +29,8 @@ class Meter:
         self.entries[name, "mean"].append((total, weight))
 
     def sum_over_ranks(self, name: str, share: Tensor) -> None:
-        """Add to the mean of a number, such as a loss, to which each rank adds its `share`."""
+        """Add a number, such as a loss, that is the sum of the `share` of each rank. Several are
+        averaged."""
         self.mean(name, share, 1 / distributed.world_size())
 
     def total(self, name: str) -> tuple[float, float]:
@@ -136,7 +137,7 @@ class Meter:
 
 def evaluate_sets(samples: Sequence, evaluate: Callable[[list[int]], Meter]) -> dict[str, float]:
     """Return the metrics of all held-out samples, or groups of them. `evaluate` measures this
-    rank's share of the samples with the given indices. If rows name their data set, `metric/name`
+    rank's part of the samples with the given indices. If rows name their data set, `metric/name`
     is the metric of this data set alone. Collective."""
     meter = Meter()
     sets = defaultdict(list)

@@ -1,8 +1,8 @@
 """Base class of the engines. An engine samples turns of the model, many at the same time.
 
-It is vLLM (one per rank or per tensor-parallel group) or, where vLLM is not installed,
-transformers. Each completion is a coroutine that awaits `sample` for its next turn. Between the
-coroutines, `Episodes` (episodes.py) calls `step`, which does the work:
+It is vLLM (one per rank or per tensor-parallel group) or transformers, as `--engine` says. Each
+completion is a coroutine that awaits `sample` for its next turn. Between the coroutines, `Episodes`
+(episodes.py) calls `step`, which does the work:
 
     await engine.sample(request)        one coroutine for each turn in flight
     engine.step(meter)                  adds a token to each turn; wakes those whose turn has ended

@@ -336,8 +336,9 @@ class VLLMEngine(Engine):
             columns = turn.logprobs.token_ids, turn.logprobs.logprobs
             ids, values = (np.reshape(x, (-1, 1 + self.support)) for x in columns)
             support = np.where(values > -np.inf, ids, ids[:, :1]) if self.support else ()
-            sampled = turn.token_ids, values[:, 0].tolist(), versions, turn.finish_reason, support
-            turns.append((output.request_id, SampledTurn(*sampled)))
+            logprobs = values[:, 0].tolist()
+            sampled = SampledTurn(turn.token_ids, logprobs, versions, turn.finish_reason, support)
+            turns.append((output.request_id, sampled))
             cached, size = output.num_cached_tokens, len(output.prompt_token_ids)
             meter.mean("engine/prefix_hit_rate", cached, size)
         return turns

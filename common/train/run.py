@@ -1,7 +1,8 @@
 """The training run: resumption, checkpoints, logging and export around the steps of a script.
 
     run = Run(args, model, optimizer, tokenizer, total_steps, show=..., curves=..., order=order)
-    for step in run.steps():          resumes; saves between steps, and stops on a signal
+                                      resumes from the newest checkpoint
+    for step in run.steps():          saves between steps, and stops on a signal
         ...                           a step, measured with run.meter
         run.log(step + 1, run.reduce(samples, lr=lr))
     run.end()                         writes hf/, and a checkpoint after a signal
@@ -230,8 +231,9 @@ class Run:
         self, finished: int, groups: list[Group], positions: Sequence[int], rewards_PG: Tensor,
         advantages_PG: Tensor, named_rewards: dict[str, Tensor],
     ) -> None:  # fmt: skip
-        """Write all completions to samples.jsonl and print some, first and every `SAMPLES_EVERY`.
-        `named_rewards`: [P, G] each, for the trace. Collective."""
+        """Write all completions of a step to samples.jsonl and print some: of the first and the
+        last step, and of every `SAMPLES_EVERY`th. `named_rewards`: [P, G] each, for the trace.
+        Collective."""
         if self.trace is not None:
             numbers = dict(reward=rewards_PG, advantage=advantages_PG) | named_rewards
             self.trace.add_groups(groups, positions, numbers)
