@@ -355,8 +355,8 @@ def main(args: Args) -> None:
                 groups, positions, teachers, meter, args, device, policy.share_prefix
             )
         if num_from_data:
-            own = positions_of_rank(len(from_data))
-            written = pack_by_teacher(from_data, own, teachers, meter, args, device)
+            data_positions = positions_of_rank(len(from_data))
+            written = pack_by_teacher(from_data, data_positions, teachers, meter, args, device)
         checks_engine = num_sampled > 0 and run.checks_engine(step)
         with meter.time("logprobs"):
             old = dict(old=policy if num_sampled else None, old_of_first=checks_engine)
@@ -368,10 +368,10 @@ def main(args: Args) -> None:
         with meter.time("train"):
             lr = run.learning_rate(step)
             for m in [*range(args.minibatches)] * args.epochs_per_rollout:
-                packs = {name: sampled[name][m] + written[name][m] for name in teachers}
-                num_tokens, _ = count_trained([*chain(*packs.values())])  # on all ranks
+                packs = [(teachers[name], sampled[name][m] + written[name][m]) for name in teachers]
+                num_tokens, _ = count_trained([mb for _, mbs in packs for mb in mbs])  # all ranks
                 total_loss = torch.zeros((), device=device)
-                for teacher, mb in [(teachers[name], mb) for name in packs for mb in packs[name]]:
+                for teacher, mb in [(teacher, mb) for teacher, mbs in packs for mb in mbs]:
                     comparison = policy.distill(
                         mb, teacher.teach(mb), compare_with, args.top_k, args.temperature
                     )

@@ -295,7 +295,7 @@ def main(args: Args) -> None:
         run.log(0, generation.evaluate(0))
 
     for step in run.steps():  # saves checkpoints between steps
-        # ---- 1. batch: a share of rows that do not depend on the ranks; packing moves samples ----
+        # ---- 1. batch: a part of rows that do not depend on the ranks; packing moves samples ----
         drawn = order.draw(args.batch_size)
         batch = [groups[i] for i in distributed.items_of_rank(drawn)]
         ref_logps_B2 = ref_logps_R2[drawn].to(device)

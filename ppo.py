@@ -241,8 +241,7 @@ def main(args: Args) -> None:
     if args.dry_run:
         frozen = [path] if needs_reference else []
         return dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen,
-                       value_path=value_path,
-                       own_forwards=2)  # fmt: skip  # old log-probs and values
+                       value_path=value_path, own_forwards=2)  # fmt: skip  # log-probs and values
     begin_run(args, prompts.rows, held_out.rows)
     turn_weight = rewards.weights.get("environment", 0.0)
 
@@ -280,8 +279,9 @@ def main(args: Args) -> None:
         penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
         scores_BG = distributed.gather_rows(rewards_PG + penalties_PG, positions).to(device)
         if args.has_turns:
-            for sample in chain(*(sample.sequences for sample in chain(*groups))):
-                sample.streams["turn_rewards"] = sample.rewards_before_last_turn()
+            for sample in chain(*groups):
+                for sequence in sample.sequences:  # its branches too
+                    sequence.streams["turn_rewards"] = sequence.rewards_before_last_turn()
         trained = without_unscored(groups, rewards_PG)
         minibatches = pack_minibatches(
             trained, positions, args.minibatches, args.pack_tokens, device, policy.share_prefix

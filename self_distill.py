@@ -221,9 +221,9 @@ def main(args: Args) -> None:
         first_PG = rewards.first(named_rewards) if args.reward else rewards_PG
         pairs = hinted_pairs(groups, first_PG, make_prompt, limit.tokens, meter, args)
         G = args.samples_per_prompt
-        places = [*chain(*(range(p * G, (p + 1) * G) for p in positions))]  # among all pairs
+        pair_positions = [p * G + g for p in positions for g in range(G)]  # on all ranks
         packed = pack_minibatches(
-            pairs, places, args.minibatches, args.pack_tokens, device, together=True
+            pairs, pair_positions, args.minibatches, args.pack_tokens, device, together=True
         )
         halves = [[split_pairs(mb) for mb in mbs] for mbs in packed]
         minibatches = [[own for own, _ in mbs] for mbs in halves]

@@ -5,7 +5,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -117,15 +116,17 @@ class Meter:
     def reduce(self) -> dict[str, float]:
         """Return the global values of everything added since the last call, by name. Means with a
         total weight of 0 are omitted. Collective."""
-        numbers = iter(_on_the_host([*chain(*chain(*self.entries.values()))]))
+        added = [x for entries in self.entries.values() for entry in entries for x in entry]
+        numbers = iter(_on_the_host(added))
         totals = {
             (name, kind): _total([[next(numbers) for _ in entry] for entry in entries], kind)
             for (name, kind), entries in self.entries.items()
         }
         self.entries.clear()
         of_ranks = defaultdict(list)
-        for key, total in chain(*(each.items() for each in distributed.gather_objects(totals))):
-            of_ranks[key].append(total)
+        for of_rank in distributed.gather_objects(totals):
+            for key, total in of_rank.items():
+                of_ranks[key].append(total)
         values = {}
         for (name, kind), entries in of_ranks.items():
             assert name not in values, f"{name} is {kind} and another kind"

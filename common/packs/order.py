@@ -1,5 +1,5 @@
 """Which rows each step draws. The order is the same on any number of ranks: each rank takes its
-share of a batch."""
+part of a batch."""
 
 import math
 import random

@@ -121,9 +121,9 @@ class PackedBatch(ModelTokens):
             if x_T.shape[:1] != self.loss_mask_T.shape:
                 problem = f"{x_T.numel()} numbers for {len(self.loss_mask_T)} tokens"
                 raise ValueError(f"{name}: {problem}; return one number for each token")
-        batch = copy.copy(self)
-        vars(batch).update(streams_T)
-        return batch
+        mb = copy.copy(self)
+        vars(mb).update(streams_T)
+        return mb
 
     @property
     def source_masks_T(self) -> dict[str, Tensor]:
@@ -160,8 +160,8 @@ def pack_groups(
     micro-batch. `groups` are this rank's part `[rank::ranks]` of a batch. `share_prefix` and
     `together`: see `pack_minibatches`."""
     positions = positions_of_rank(len(groups))
-    (packs,) = pack_minibatches(groups, positions, 1, pack_tokens, device, share_prefix, together)
-    return packs
+    (mbs,) = pack_minibatches(groups, positions, 1, pack_tokens, device, share_prefix, together)
+    return mbs
 
 
 def pack_minibatches(
@@ -266,33 +266,44 @@ def _pack(
     """Pack one minibatch from this rank's groups of samples by index. Every rank decides from the
     shapes of all groups where they go, the sequences travel to the ranks that train on them, and
     each rank joins those that arrive. Collective."""
-    rank, ranks, R = distributed.rank(), distributed.world_size(), context_group_size()
-    sequences = [_sequences(group, together) for group in groups]
-    shapes = [_shape(group, share_prefix) for group in sequences]
-    zeros = {x: np.zeros_like(each[:1]) for s in chain(*sequences) for x, each in s.streams.items()}
+    context_ranks = context_group_size()
+    num_bins = distributed.world_size() // context_ranks
+    own_bin = distributed.rank() // context_ranks
+    groups_of_sequences = [_sequences(group, together) for group in groups]
+    sequences = [sequence for group in groups_of_sequences for sequence in group]
+    shapes = [_shape(group, share_prefix) for group in groups_of_sequences]
+    zeros = {x: np.zeros_like(each[:1]) for s in sequences for x, each in s.streams.items()}
     shapes_of_ranks, zeros_of_ranks = zip(*distributed.gather_objects((shapes, zeros)), strict=True)
-    streams = {x: row for each in zeros_of_ranks for x, row in each.items()}  # with a row of zeros
-    parts, micro_batches = place_groups(shapes_of_ranks, ranks // R, pack_tokens * R, together)
-    _require_streams(chain(*sequences), streams)
-    own, start, in_order = {}, 0, [*chain(*sequences)]
-    for key, part in parts.items():
-        if key[0] == rank:  # groups are split in order, so this part has the next sequences
-            end = start + len(part.shared)
-            pairs = zip(in_order[start:end], part.shared, strict=True)
-            own[key] = [sequence._replace(shared=shared) for sequence, shared in pairs]
-            start = end
-    arrived = _exchange(own, micro_batches)
-    packs = [
-        join([arrived[key] for key in bins[rank // R]], streams, device) for bins in micro_batches
+    streams = {x: zero for of_rank in zeros_of_ranks for x, zero in of_rank.items()}
+    parts, placed = place_groups(shapes_of_ranks, num_bins, pack_tokens * context_ranks, together)
+    _require_streams(sequences, streams)
+    arrived = _exchange(_own_parts(sequences, parts), placed)
+    micro_batches = [
+        join([arrived[key] for key in bins[own_bin]], streams, device) for bins in placed
     ]
     own_samples = {index: sample for group in groups for index, sample in group.items()}
-    for mb in packs:
+    for mb in micro_batches:
         mb.own_samples = own_samples
-        mb.is_last = mb is packs[-1]
-    for mb, following in pairwise(packs):
+        mb.is_last = mb is micro_batches[-1]
+    for mb, following in pairwise(micro_batches):
         if following.model_tokens.image_sequences:
             mb.model_tokens.next = following.model_tokens
-    return packs
+    return micro_batches
+
+
+def _own_parts(
+    sequences: list[TokenSequence], parts: dict[Key, GroupShape]
+) -> dict[Key, list[TokenSequence]]:
+    """Return the sequences of this rank's parts. Groups were split in order, so each part has the
+    next sequences."""
+    own, start = {}, 0
+    for key, part in parts.items():
+        if key[0] == distributed.rank():
+            end = start + len(part.shared)
+            pairs = zip(sequences[start:end], part.shared, strict=True)
+            own[key] = [sequence._replace(shared=shared) for sequence, shared in pairs]
+            start = end
+    return own
 
 
 def _require_streams(sequences: Iterable[TokenSequence], streams: Iterable[str]) -> None:
@@ -305,13 +316,13 @@ def _require_streams(sequences: Iterable[TokenSequence], streams: Iterable[str])
 
 
 def _exchange(
-    own: dict[Key, list[TokenSequence]], micro_batches: MicroBatches
+    own: dict[Key, list[TokenSequence]], placed: MicroBatches
 ) -> dict[Key, list[TokenSequence]]:
     """Send this rank's parts to the ranks that compute them, and return those that arrive. The
     ranks of a context group get the same ones. Collective."""
     outgoing = []
     for to in range(distributed.world_size()):
-        keys = chain(*(bins[to // context_group_size()] for bins in micro_batches))
+        keys = [key for bins in placed for key in bins[to // context_group_size()]]
         outgoing.append({key: for_sending(own[key]) for key in keys if key in own})
     arrived = {}
     for of_rank in distributed.exchange_objects(outgoing):
@@ -324,12 +335,15 @@ def join(
 ) -> PackedBatch:
     """Return a micro-batch of this rank. The ranks of a context group compute the same `parts`, and
     divide them for the loss."""
-    R = context_group_size()
-    mb = _micro_batch([*chain(*parts[distributed.rank() % R :: R])], streams, device)
-    if R > 1 or any(sequence.shared for sequence in chain(*parts)):
+    context_ranks = context_group_size()
+    own_parts = parts[distributed.rank() % context_ranks :: context_ranks]
+    sequences = [sequence for part in parts for sequence in part]
+    trained = [sequence for part in own_parts for sequence in part]
+    mb = _micro_batch(trained, streams, device)
+    if context_ranks > 1 or any(sequence.shared for sequence in sequences):
         mb.compact = compact_tokens(parts, streams, device, distributed.context_group)
-    if any(sequence.images for sequence in chain(*parts)):
-        mb.model_tokens.image_sequences = [*chain(*parts)]
+    if any(sequence.images for sequence in sequences):
+        mb.model_tokens.image_sequences = sequences
     return mb
 
 
@@ -382,12 +396,12 @@ def _micro_batch(
     streams_T = {
         f"{x}_T": tensor_of([s.streams[x][1:] for s in sequences], device) for x in streams
     }
-    batch = PackedBatch(
+    mb = PackedBatch(
         ids_T, targets_T, position_ids_T, lengths, loss_mask_T=loss_mask_T,
         index_N=tensor_of([np.array([s.index for s in trained], np.int64)], device),
         datasets=[s.dataset for s in trained],
     )  # fmt: skip
     for name in streams:
-        if f"{name}_T" in vars(batch):
+        if f"{name}_T" in vars(mb):
             raise ValueError(f"stream {name}: a micro-batch has another {name}_T; rename it")
-    return batch.with_streams(**streams_T)
+    return mb.with_streams(**streams_T)

@@ -10,7 +10,6 @@ import bisect
 import heapq
 import math
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 from common.parallel.distributed import context_group_size
@@ -68,13 +67,13 @@ def place_groups(
     group. Return the groups with the micro-batches.
 
     Groups are split into parts, unless their sequences have to stay `together`. A part has at most
-    a rank's share of all tokens: large parts compute few prefixes. The sizes in a bin add up to at
+    an equal part of all tokens: large parts compute few prefixes. The sizes in a bin add up to at
     most `max_tokens`, and the bins of a micro-batch cost about the same. There are as few
     micro-batches as best-fit decreasing needs."""
     if not together:
-        share = sum(group.size for group in chain(*ranks)) // num_bins + 1
-        limit = min(max_tokens, share)
-        ranks = [[*chain(*(group.parts(limit) for group in rank))] for rank in ranks]
+        total = sum(group.size for groups in ranks for group in groups)
+        limit = min(max_tokens, total // num_bins + 1)
+        ranks = [[part for group in groups for part in group.parts(limit)] for groups in ranks]
     groups = {(r, i): group for r, rank in enumerate(ranks) for i, group in enumerate(rank)}
     bins = best_fit(groups, max_tokens)
     count = max(1, math.ceil(len(bins) / num_bins))
@@ -95,9 +94,11 @@ def best_fit(groups: dict[Key, GroupShape], max_tokens: int) -> list[list[Key]]:
     for negative_size, key in sorted((-group.size, key) for key, group in groups.items()):
         size = -negative_size
         if size > max_tokens:
-            count, R = len(groups[key].lengths), context_group_size()
+            count, context_ranks = len(groups[key].lengths), context_group_size()
             what = "a sequence has" if count == 1 else f"{count} sequences to keep together take"
-            flags = f"--pack_tokens {max_tokens // R}" + f" x --context_ranks {R}" * (R > 1)
+            flags = f"--pack_tokens {max_tokens // context_ranks}"
+            if context_ranks > 1:
+                flags += f" x --context_ranks {context_ranks}"
             advice = "raise --pack_tokens or --context_ranks"
             raise ValueError(f"{flags}: {what} {size} tokens; {advice}")
         at = bisect.bisect_left(room, (size, -1))

@@ -3,7 +3,7 @@
 import re
 from array import array
 from dataclasses import dataclass, field, replace
-from itertools import chain, compress, pairwise
+from itertools import compress, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -77,7 +77,7 @@ class Sample:
     @property
     def sampled_ids(self) -> list[int]:
         """The ids that a model sampled, of all turns and branches."""
-        return [*chain(*(compress(x.ids, x.loss_mask) for x in self.sequences))]
+        return [id_ for x in self.sequences for id_ in compress(x.ids, x.loss_mask)]
 
     @property
     def num_targets(self) -> int:

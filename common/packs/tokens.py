@@ -16,7 +16,7 @@ Shapes: N sequences, T tokens of the micro-batch, t computed tokens of this rank
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,17 +165,18 @@ def compact_tokens(
     context_group: Any,
 ) -> CompactTokens:  # fmt: skip
     """Return the tokens that this rank computes for the `groups` of its micro-batch. The ranks of a
-    context group compute their micro-batches together: group i belongs to rank i modulo R."""
-    R, r = (1, 0) if context_group is None else (context_group.size, context_group.rank)
-    sequences = [*chain(*groups)]
+    context group compute their micro-batches together: group i belongs to rank i modulo their
+    number."""
+    size, rank = (1, 0) if context_group is None else (context_group.size, context_group.rank)
+    sequences = [sequence for group in groups for sequence in group]
     num_tokens = sum(s.num_targets - s.shared for s in sequences)
-    part = math.ceil(max(1, num_tokens) / R)  # tokens of each rank of the context group
-    if part * R > num_tokens:  # makes the parts equal
-        sequences.append(padding(part * R - num_tokens, streams))
-    here = slice(r * part, (r + 1) * part)
+    per_rank = math.ceil(max(1, num_tokens) / size)
+    if per_rank * size > num_tokens:  # makes the parts of the ranks equal
+        sequences.append(padding(per_rank * size - num_tokens, streams))
+    here = slice(rank * per_rank, (rank + 1) * per_rank)
     places = places_of(sequences)
     bounds = pairwise([0, *accumulate(map(len, groups))])
-    own_groups = [places[start:end] for start, end in bounds][r::R]
+    own_groups = [places[start:end] for start, end in bounds][rank::size]
     own_places = [of_sequence for group in own_groups for of_sequence in group]
     tokens = CompactTokens(
         tensor_of([s.ids[s.shared : -1] for s in sequences], device)[here],
