@@ -10,7 +10,7 @@ completion:
     r(y) = beta log(pi(y) / pi_ref(y))              pi(y): product over the tokens of the completion
     L    = mean_pairs [ -log sigma(r(y_c) - r(y_r)) ]                                         loss()
 
-sigma is the logistic function.
+sigma is the logistic function. The same in 114 lines: course/lessons/nano_dpo.py.
 
 `--loss` adds up 14 other objectives: common/objectives/preference.py has their equations,
 docs/dpo.md a table. kto.py learns from single completions.
