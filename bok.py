@@ -56,8 +56,8 @@ SHOW = ("loss", "reward", "eval/solved", "time/step")
 def best(ranking_PG: Tensor, keep: int) -> Tensor:
     """Return which completions are trained on, [P, G] bool: the `keep` highest of each group, the
     first among equals. A completion without a reward (NaN) is not kept."""
-    order_PG = without_rounding(ranking_PG).nan_to_num(nan=-math.inf)
-    order_PG = order_PG.argsort(dim=-1, descending=True, stable=True)
+    rounded_PG = without_rounding(ranking_PG).nan_to_num(nan=-math.inf)
+    order_PG = rounded_PG.argsort(dim=-1, descending=True, stable=True)
     return (order_PG.argsort(dim=-1) < keep) & ~ranking_PG.isnan()
 
 
@@ -131,7 +131,7 @@ def main(args: Args) -> None:
         rollout = sampler.rollout(step, total_steps, meter)  # syncs weights, then samples
         if rollout is None:  # a stop was requested
             break
-        groups, positions = rollout.groups, rollout.positions  # P groups, their places among B
+        groups, positions = rollout.groups, rollout.positions  # P of the B groups
         with meter.time("reward"):
             rewards_PG, named_rewards, _ = rewards.wait(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)

@@ -110,15 +110,15 @@ def loss(
 # ---- dynamic sampling ----
 
 
-def next_draw(kept: int, drawn: int, prompts_per_step: int) -> int:
+def next_draw(num_kept: int, num_drawn: int, prompts_per_step: int) -> int:
     """Return the number of prompts to draw next: the smallest that probably fills the step, but
     never more than one step of prompts, and `MAX_DRAWS` steps in all.
 
-    If a draw is kept with the same chance as so far (`kept` of `drawn`), n draws keep n chance
-    groups on average. Two standard deviations fewer come with a probability of about 0.02."""
-    missing = prompts_per_step - kept
-    chance = kept / max(1, drawn)
-    left = MAX_DRAWS * prompts_per_step - drawn
+    If a draw is kept with the same chance as so far (`num_kept` of `num_drawn`), n draws keep
+    n chance groups on average. Two standard deviations fewer have a probability of about 0.02."""
+    missing = prompts_per_step - num_kept
+    chance = num_kept / max(1, num_drawn)
+    left = MAX_DRAWS * prompts_per_step - num_drawn
     for n in range(missing, prompts_per_step):
         if n * chance - 2 * math.sqrt(n * chance * (1 - chance)) >= missing:
             return min(n, left)
@@ -148,7 +148,7 @@ def draw_groups(
     """Sample prompts and score their completions until enough groups have unequal rewards. Return
     None if a stop was requested. Collective. Raises `RunError` if no group has."""
     groups = {}
-    named_of_draws = []  # rewards by name of this rank, for each draw
+    named_of_draws = []  # this rank's rewards by name, one table per draw
     draws = []  # rewards and scores of all ranks, [B, 2, G] each
     kept = []
     num_drawn = 0
@@ -159,7 +159,7 @@ def draw_groups(
         rollout = sampler.rollout(step, total_steps, meter, size)
         if rollout is None:
             return None
-        new_groups, positions = rollout.groups, rollout.positions  # P groups, their places among B
+        new_groups, positions = rollout.groups, rollout.positions  # P of the B groups
         with meter.time("reward"):
             rewards_PG, named_PG, _ = rewards.wait(new_groups, meter)
         measure_groups(meter, new_groups, rewards_PG, named_PG, warn=step == num_drawn == 0)
@@ -174,10 +174,10 @@ def draw_groups(
         num_drawn = len(is_unequal_B)
         kept = is_unequal_B.nonzero().flatten().tolist()[: args.prompts_per_step]
     if not kept:
-        drawn = MAX_DRAWS * args.prompts_per_step
-        raise distributed.RunError(f"step {step + 1}: none of {drawn} groups has unequal rewards")
+        most = MAX_DRAWS * args.prompts_per_step
+        raise distributed.RunError(f"step {step + 1}: none of {most} groups has unequal rewards")
     named_rewards = {
-        name: distributed.join_rows([named_PG[name] for named_PG in named_of_draws])
+        name: distributed.join_rows([of_draw[name] for of_draw in named_of_draws])
         for name in named_of_draws[0]
     }
     return Drawn(groups, named_rewards, rewards_BG, scores_BG, is_unequal_B, kept)
@@ -249,9 +249,9 @@ def main(args: Args) -> None:
         kept_groups = without_unscored([groups[i] for i in own], drawn.rewards_BG[own])
         if args.mask_truncated:
             kept_groups = [without_truncated(group) for group in kept_groups]
-        count = min(args.minibatches, len(kept))
+        num_minibatches = min(args.minibatches, len(kept))
         minibatches = pack_minibatches(
-            kept_groups, positions, count, args.pack_tokens, device, policy.share_prefix
+            kept_groups, positions, num_minibatches, args.pack_tokens, device, policy.share_prefix
         )
         checks_engine = run.checks_engine(step)
         with meter.time("logprobs"):

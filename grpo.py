@@ -232,7 +232,7 @@ def main(args: Args) -> None:
         rollout = sampler.rollout(step, total_steps, meter)  # syncs weights, then samples
         if rollout is None:  # a stop was requested
             break
-        groups, positions = rollout.groups, rollout.positions  # P groups, their places among B
+        groups, positions = rollout.groups, rollout.positions  # P of the B groups
 
         # ---- 2. rewards: wait for the last ones; advantages: from the rewards of all ranks ----
         with meter.time("reward"):

@@ -209,8 +209,8 @@ def forward(
     log_ratio_N = logps_N - mb.select(ref_logps_B)
     loss_N = loss(log_ratio_N, desirable_N, baseline, args)
     rewards_N = args.beta * log_ratio_N.detach()
-    logged = {"log_ratio": log_ratio_N,
-              "rewards/accuracies": (rewards_N > args.beta * baseline) == desirable_N}  # fmt: skip
+    logged = {"log_ratio": log_ratio_N}
+    logged["rewards/accuracies"] = (rewards_N > args.beta * baseline) == desirable_N
     if args.loss == "kto":
         logged["kl"] = baseline.expand(mb.num_samples)
     logged["loss"] = loss_N
@@ -263,15 +263,15 @@ def main(args: Args) -> None:
     path = resolve_model(args.model, weights=not args.dry_run)
     args = fit_max_length(args, path, earlier_flags)
     tokenizer = load_tokenizer(path, args)
-    (rows, counts), (eval_rows, eval_counts) = load_samples(
+    (samples, counts), (eval_samples, eval_counts) = load_samples(
         encode_row, (*KTO_COLUMNS, *PAIR_COLUMNS), tokenizer, args
     )
-    groups = with_mismatches(rows, args)
-    eval_groups = with_mismatches(eval_rows, args, others=rows)
-    balance = describe_labels(rows, args)
+    groups = with_mismatches(samples, args)
+    eval_groups = with_mismatches(eval_samples, args, others=samples)
+    balance = describe_labels(samples, args)
     if args.dry_run:
         return dry_run(args, path, tokenizer, groups, eval_groups, counts=counts + eval_counts)
-    begin_run(args, rows.rows, eval_rows.rows)
+    begin_run(args, samples.rows, eval_samples.rows)
     order = groups.order(args)
 
     # ---- models: FSDP2 shards; the frozen reference scores the data before training ----
@@ -281,7 +281,7 @@ def main(args: Args) -> None:
     )  # all R rows
     optimizer = adamw(policy, args)
     # --eval_generate: answers held-out prompts; None without it
-    generation = start_generation(policy, args, tokenizer, eval_rows.all_rows)
+    generation = start_generation(policy, args, tokenizer, eval_samples.all_rows)
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, groups)

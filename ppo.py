@@ -178,15 +178,15 @@ def estimate(
     )
 
 
-def whiten(rollout: list[list[PackedBatch]]) -> list[list[PackedBatch]]:
+def whiten(minibatches: list[list[PackedBatch]]) -> list[list[PackedBatch]]:
     """Return the micro-batches with advantages of mean 0 and standard deviation 1 over the trained
     tokens of the rollout; 0 on the others. Collective."""
-    mean, std = moments(rollout, lambda mb: mb.advantages_T)
+    mean, std = moments(minibatches, lambda mb: mb.advantages_T)
 
     def whitened(mb: PackedBatch) -> Tensor:
         return (mb.advantages_T - mean) / (std + EPSILON) * mb.loss_mask_T
 
-    return [[mb.with_streams(advantages_T=whitened(mb)) for mb in mbs] for mbs in rollout]
+    return [[mb.with_streams(advantages_T=whitened(mb)) for mb in mbs] for mbs in minibatches]
 
 
 def add_policy_gradient(
@@ -270,7 +270,7 @@ def main(args: Args) -> None:
         rollout = sampler.rollout(step, total_steps, meter)  # syncs weights, then samples
         if rollout is None:  # a stop was requested
             break
-        groups, positions = rollout.groups, rollout.positions  # P groups, their places among B
+        groups, positions = rollout.groups, rollout.positions  # P of the B groups
 
         # ---- 2. rewards: wait for the last ones; pack: completions move to ranks that train ----
         with meter.time("reward"):

@@ -132,9 +132,9 @@ def forward(
     margin_N = mb.select(margins_B2)[0::2]
     chosen_N = rewards_2N[0::2]
     rejected_N = rewards_2N[1::2]
-    count = len(margin_N)
+    num_pairs = len(margin_N)
     loss_N = loss(chosen_N, rejected_N, margin_N, args.center_coefficient)
-    if count:  # a rank may have no pair of this pack
+    if num_pairs:  # a rank may have no pair of this pack
         logged = {
             "loss": loss_N,
             "rewards/chosen": chosen_N,
@@ -144,7 +144,7 @@ def forward(
         }
         meter.samples(mb, logged, loss_N / args.batch_size, prefix)
         rewards_2N = torch.cat([chosen_N, rejected_N]).detach()
-        meter.mean(f"{prefix}rewards/mean", rewards_2N.sum(), 2 * count)
+        meter.mean(f"{prefix}rewards/mean", rewards_2N.sum(), 2 * num_pairs)
         meter.std(f"{prefix}rewards/std", rewards_2N)
         meter.min(f"{prefix}rewards/min", rewards_2N.min())
         meter.max(f"{prefix}rewards/max", rewards_2N.max())

@@ -212,7 +212,7 @@ def main(args: Args) -> None:
         rollout = sampler.rollout(step, total_steps, meter)  # syncs weights, then samples
         if rollout is None:  # a stop was requested
             break
-        groups, positions = rollout.groups, rollout.positions  # P groups, their places among B
+        groups, positions = rollout.groups, rollout.positions  # P of the B groups
         with meter.time("reward"):
             rewards_PG, named_rewards, _ = rewards.wait(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)

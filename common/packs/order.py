@@ -19,50 +19,50 @@ class Order:
     not depend on the other sources."""
 
     def __init__(
-        self, rows: dict[str, Sequence[int]], seed: int, weights: dict[str, float] | None = None
+        self, numbers: dict[str, Sequence[int]], seed: int, weights: dict[str, float] | None = None
     ):
-        """`rows`: the row numbers of each source. Raises `ValueError` for a source without rows."""
-        for name in rows:
-            if not rows[name]:
+        """`numbers`: of the rows of each source. Raises `ValueError` for a source without rows."""
+        for name in numbers:
+            if not numbers[name]:
                 raise ValueError(f"--dataset: no rows of {name} are left")
-        weights = weights or dict.fromkeys(rows, 1.0)
+        weights = weights or dict.fromkeys(numbers, 1.0)
         total = math.fsum(weights.values())
-        self.weights = {name: weights[name] / total for name in rows}
-        self.rows = rows
+        self.weights = {name: weights[name] / total for name in numbers}
+        self.numbers = numbers
         self.seed = seed
-        self.drawn = dict.fromkeys(rows, 0)
-        self.passes: dict[str, list[int]] = {}  # rows of each source in the order of this pass
+        self.drawn = dict.fromkeys(numbers, 0)
+        self.passes: dict[str, list[int]] = {}  # each source in the order of this pass
 
     def draw(self, count: int) -> list[int]:
-        """Return the next `count` rows, across the end of a pass."""
-        rows = []
+        """Return the numbers of the next `count` rows, across the end of a pass."""
+        numbers = []
         first = sum(self.drawn.values()) + 1
-        for number in range(first, first + count):
-            name = max(self.rows, key=lambda x, n=number: self.weights[x] * n - self.drawn[x])
-            epoch, place = divmod(self.drawn[name], len(self.rows[name]))
+        for nth in range(first, first + count):
+            name = max(self.numbers, key=lambda x, n=nth: self.weights[x] * n - self.drawn[x])
+            epoch, place = divmod(self.drawn[name], len(self.numbers[name]))
             self.drawn[name] += 1
             if place == 0 or name not in self.passes:
                 seed = distributed.fold_seed(self.seed, epoch, *name.encode())
-                self.passes[name] = list(self.rows[name])
+                self.passes[name] = list(self.numbers[name])
                 random.Random(seed).shuffle(self.passes[name])
-            rows.append(self.passes[name][place])
-        return rows
+            numbers.append(self.passes[name][place])
+        return numbers
 
     def state_dict(self) -> dict:
         """Return how many rows of each source were drawn, and how many it has."""
-        return dict(sources={name: [self.drawn[name], len(self.rows[name])] for name in self.rows})
+        return dict(sources={x: [self.drawn[x], len(self.numbers[x])] for x in self.numbers})
 
     def epochs(self) -> dict[str, float]:
         """Return the passes over the data so far: the metrics `epoch` and, with several sources,
         `epoch/<name>`."""
-        total = sum(self.drawn.values()) / sum(map(len, self.rows.values()))
-        named = {f"epoch/{x}": self.drawn[x] / len(self.rows[x]) for x in self.rows if x}
+        total = sum(self.drawn.values()) / sum(map(len, self.numbers.values()))
+        named = {f"epoch/{x}": self.drawn[x] / len(self.numbers[x]) for x in self.numbers if x}
         return dict(epoch=total) | named
 
     def load_state_dict(self, state: dict) -> None:
         """Restore the position. Raises `ValueError` if the data has changed."""
         then = {name: size for name, (_, size) in state["sources"].items()}
-        now = {name: len(rows) for name, rows in self.rows.items()}
+        now = {name: len(numbers) for name, numbers in self.numbers.items()}
         if then != now:
             then, now = ("+".join(map(str, sizes.values())) for sizes in (then, now))
             problem = f"{now} training rows, but {then} in the checkpoint"

@@ -28,7 +28,7 @@ def test_every_window_follows_the_weights(sources, before, count):
     order, total = order_of(sources), sum(weight for _, weight in sources)
     order.draw(before)
     drawn = order.draw(count)
-    for rows, (_, weight) in zip(order.rows.values(), sources, strict=True):
+    for rows, (_, weight) in zip(order.numbers.values(), sources, strict=True):
         of_source = sum(row in rows for row in drawn)
         assert abs(of_source - count * weight / total) < max(len(sources), 1 + 1e-6)
 
@@ -39,7 +39,7 @@ def test_every_pass_is_a_permutation_that_no_other_source_changes(sources, seed)
     drawn = order.draw(100)
     epochs = order.epochs()
     assert epochs["epoch"] == pytest.approx(100 / sum(size for size, _ in sources))
-    for name, rows in order.rows.items():
+    for name, rows in order.numbers.items():
         own = [row for row in drawn if row in rows]
         assert own == Order({name: rows}, seed).draw(len(own))
         assert epochs[f"epoch/{name}"] == pytest.approx(len(own) / len(rows))
