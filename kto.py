@@ -20,7 +20,9 @@ Shapes: N completions and T packed tokens of a micro-batch, P completions of a b
 on all ranks, R rows of the data. Per-token tensors are aligned with the *targets*: x_T[t] describes
 the prediction of targets_T[t]."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import chain, pairwise
 from typing import ClassVar, Literal
 
@@ -127,32 +129,44 @@ def with_mismatches(rows: Samples, args: Args, others: Samples | None = None) ->
     A mismatch joins the prompt and the completion of the next row that has another prompt: its
     log-ratio estimates the KL. Rows with a single prompt take a completion of `others`.
     apo_zero_unpaired needs none: [completion] alone."""
-    count = len(rows) * (len(rows[0]) if rows else 1)
-
-    def completion(i: int) -> Sample:
-        return rows[i % len(rows)][i // len(rows)]
-
+    per_row = len(rows[0]) if rows else 1  # a pair has two
+    next_R: list[int | None] = []  # the next row with another prompt
     another = None  # a completion for rows with a single prompt
     if rows and args.loss == "kto":
-        prompts = (completion(i % count).prompt_ids for i in range(count + 1))
+        count = len(rows) * per_row
+        prompts = (completion_of(rows, i % count).prompt_ids for i in range(count + 1))
         next_R = next_differing([x != y for x, y in pairwise(prompts)])
         if next_R[0] is None:
-            prompt = completion(0).prompt_ids
-            another = next((x for x, *_ in others or () if x.prompt_ids != prompt), None)
-            if another is None:
-                problem = "all rows have one prompt, the baseline needs completions of others"
-                raise ValueError(f"--loss kto: {problem}; --loss apo_zero_unpaired has none")
+            another = completion_elsewhere(completion_of(rows, 0).prompt_ids, others or ())
+    make = partial(with_mismatch, rows, args, next_R, another)
+    return Samples(rows.rows * per_row, make)
 
-    def group(i: int) -> list[Sample]:
-        sample = completion(i)
-        if args.loss == "apo_zero_unpaired":
-            return [sample]
-        other = another or completion(next_R[i])
-        mask = bytes(sample.prompt_length) + other.loss_mask[other.prompt_length :]
-        mismatch = Sample(sample.prompt_ids + other.completion_ids, mask)
-        return [sample, truncate(mismatch, args.max_length)]
 
-    return Samples(rows.rows * (count // max(1, len(rows))), group)
+def completion_of(rows: Samples, i: int) -> Sample:
+    """Return completion i of all; for pairs, all desirable ones come first."""
+    return rows[i % len(rows)][i // len(rows)]
+
+
+def completion_elsewhere(prompt_ids: list[int], others: Iterable[list[Sample]]) -> Sample:
+    """Return a completion of another prompt. Raises `ValueError` if there is none."""
+    for sample, *_ in others:
+        if sample.prompt_ids != prompt_ids:
+            return sample
+    problem = "all rows have one prompt, the baseline needs completions of others"
+    raise ValueError(f"--loss kto: {problem}; --loss apo_zero_unpaired has none")
+
+
+def with_mismatch(
+    rows: Samples, args: Args, next_R: list[int | None], another: Sample | None, i: int
+) -> list[Sample]:
+    """Return completion i and its mismatch, see `with_mismatches`."""
+    sample = completion_of(rows, i)
+    if args.loss == "apo_zero_unpaired":
+        return [sample]
+    other = another or completion_of(rows, next_R[i])
+    mask = bytes(sample.prompt_length) + other.loss_mask[other.prompt_length :]
+    mismatch = Sample(sample.prompt_ids + other.completion_ids, mask)
+    return [sample, truncate(mismatch, args.max_length)]
 
 
 def next_differing(differs: list[bool]) -> list[int | None]:
