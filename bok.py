@@ -117,7 +117,7 @@ def main(args: Args) -> None:
     total_steps = num_steps(args, prompts)
     curves = (*CURVES, "kept/reward", "loss", "kl")
     run = Run(
-        args, policy, optimizer, tokenizer, total_steps, rollouts=sampler, show=SHOW, curves=curves
+        args, policy, optimizer, tokenizer, total_steps, sampler=sampler, show=SHOW, curves=curves
     )
     run.message(*describe_rollouts(args, prompts, held_out, sampler))
     meter = run.meter

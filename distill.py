@@ -321,7 +321,7 @@ def main(args: Args) -> None:
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
     run = Run(args, policy, optimizer, tokenizer, total_steps, order=order, show=SHOW,
-              rollouts=sampler if num_sampled else None, curves=CURVES,
+              sampler=sampler if num_sampled else None, curves=CURVES,
               frozen=teachers.values())  # fmt: skip
     source = f"the student completes {num_sampled} of {args.prompts_per_step} prompts of a step"
     run.message(*describe_rollouts(args, prompts, held_out, sampler), source)

@@ -219,7 +219,7 @@ def main(args: Args) -> None:
     total_steps = num_steps(args, prompts)
     run = Run(
         args, policy, optimizer, tokenizer, total_steps,
-        rollouts=sampler,
+        sampler=sampler,
         show=SHOW, curves=CURVES,
     )  # fmt: skip
     run.message(*describe_rollouts(args, prompts, held_out, sampler, args.preset), *args.cautions())

@@ -257,7 +257,7 @@ def main(args: Args) -> None:
     total_steps = num_steps(args, prompts)
     run = Run(
         args, policy, optimizer, tokenizer, total_steps, value=(value_model, value_optimizer),
-        rollouts=sampler, show=SHOW,
+        sampler=sampler, show=SHOW,
         curves=(*CURVES, "objective/kl", "value_loss", "explained_variance"),
     )  # fmt: skip
     run.message(*describe_rollouts(args, prompts, held_out, sampler))

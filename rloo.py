@@ -128,7 +128,7 @@ def main(args: Args) -> None:
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
     run = Run(
-        args, policy, optimizer, tokenizer, total_steps, rollouts=sampler, show=SHOW, curves=CURVES
+        args, policy, optimizer, tokenizer, total_steps, sampler=sampler, show=SHOW, curves=CURVES
     )
     run.message(*describe_rollouts(args, prompts, held_out, sampler))
     meter = run.meter

@@ -198,7 +198,7 @@ def main(args: Args) -> None:
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
-    run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=sampler, show=SHOW,
+    run = Run(args, policy, optimizer, tokenizer, total_steps, sampler=sampler, show=SHOW,
               curves=CURVES, moving=teacher if is_moving else None,
               frozen=[teacher] if type(teacher) is Teacher else [])  # fmt: skip
     run.message(*describe_rollouts(args, prompts, held_out, sampler))

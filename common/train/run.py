@@ -1,6 +1,6 @@
 """The training run: resumption, checkpoints, logging and export around the steps of a script.
 
-    run = Run(args, model, optimizer, tokenizer, total_steps, show=..., curves=..., order=order)
+    run = Run(args, model, optimizer, tokenizer, total_steps, order=order, show=..., curves=...)
                                       resumes from the newest checkpoint
     for step in run.steps():          saves between steps, and stops on a signal
         ...                           a step, measured with run.meter
@@ -26,6 +26,7 @@ from common.metrics.logger import RunLogger
 from common.metrics.meter import Meter
 from common.model.flops import peak_flops, peak_memory
 from common.model.policy import PackedModel, Policy
+from common.packs.order import Order
 from common.packs.sample import Group, Sample
 from common.parallel import distributed, process
 from common.train.checkpoint import Checkpointer
@@ -41,12 +42,15 @@ class Run:
 
     def __init__(
         self, args: TrainArgs, model: PackedModel, optimizer: Optimizer, tokenizer,
-        total_steps: int, *, show: Sequence[str], curves: Sequence[str],
-        value: tuple[PackedModel, Optimizer] | None = None, moving: nn.Module | None = None,
-        frozen: Iterable[PackedModel] = (), **stateful,
+        total_steps: int, *, order: Order | None = None, sampler=None, show: Sequence[str],
+        curves: Sequence[str], value: tuple[PackedModel, Optimizer] | None = None,
+        moving: nn.Module | None = None, frozen: Iterable[PackedModel] = (), **stateful,
     ):  # fmt: skip
-        """Load the newest intact checkpoint into the model, the optimizer and all of `stateful`:
-        objects with a `state_dict`, of which `rollouts` or `order` knows the place in the data.
+        """Load the newest intact checkpoint into the model, the optimizer, and the place in the
+        data: the `order` of rows, or of an online script the `sampler`, which has an order of
+        prompts. distill.py has both if it mixes them. A script may add `stateful`, objects with a
+        `state_dict`, by any name.
+
         `value` is a second model with its optimizer, `moving` one without: it follows the policy
         (`move_towards`). Operations of `frozen` models count in speed/tflops. The console shows the
         metrics `show`, curves.png the metrics `curves`. Collective.
@@ -58,9 +62,9 @@ class Run:
         self.models = [model] if value is None else [model, value[0]]
         self.counted = [*self.models, *frozen]
         self.peak_flops = peak_flops(model.device, model.compute_dtype)
-        stateful = {name: each for name, each in stateful.items() if each is not None}
-        sampler = stateful.get("rollouts")
-        self.order = stateful["order"] if sampler is None else sampler.order
+        self.order = order if sampler is None else sampler.order
+        places = dict(order=order, rollouts=sampler)  # by their names in a checkpoint
+        stateful |= {name: place for name, place in places.items() if place is not None}
         self.num_tokens = 0
         self.latest: dict[str, float] = {}  # metrics of the last step
         self.best: float | None = None  # best value of --keep_best
@@ -73,23 +77,28 @@ class Run:
         self.logger = RunLogger(args, self.first_step, total_steps, show, curves)
         self.message = self.logger.message
         self.message(*self._changed_schedule())
-        self.trace = None
-        # By default a run has traces if extras/trace is here, but not with an agent, because the
-        # branches of an episode share an index.
-        is_agent = sampler is not None and sampler.args.agent is not None
-        by_default = has_extra("trace") and not is_agent
-        if args.trace_every and (by_default or args.trace_every != TrainArgs.trace_every):
-            with extra("trace", "--trace_every"):
-                from extras.trace.trace import Trace
-            # The policy has no updates while a value model warms up.
-            stepping = optimizer if value is None else value[1]
-            self.trace = Trace(args, self.models, stepping, tokenizer)
+        # The policy has no updates while a value model warms up.
+        stepping = optimizer if value is None else value[1]
+        has_agent = sampler is not None and sampler.args.agent is not None
+        self.trace = self._new_trace(stepping, tokenizer, has_agent)
+        if self.trace is not None:
             self.meter.keep = self.trace.keep
         self.stop_requested = False
         if model.device.type == "cuda" and has_extra("plan"):
             with extra("plan", "--activation_checkpointing"):
                 from extras.plan.memory import keep_activations_that_fit
             self.message(keep_activations_that_fit(self.models, args))
+
+    def _new_trace(self, stepping: Optimizer, tokenizer, has_agent: bool):
+        """Return the trace of `--trace_every`, None without. By default a run has one if
+        extras/trace is here, but not with an agent: the branches of an episode share an index."""
+        by_default = has_extra("trace") and not has_agent
+        is_asked = self.args.trace_every != TrainArgs.trace_every
+        if not self.args.trace_every or not (by_default or is_asked):
+            return None
+        with extra("trace", "--trace_every"):
+            from extras.trace.trace import Trace
+        return Trace(self.args, self.models, stepping, tokenizer)
 
     def state_dict(self) -> dict:
         best = dict(metric=self.args.keep_best, value=self.best)
