@@ -20,7 +20,7 @@ from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from common.metrics.curves import draw_curves, read_metrics
+from common.metrics.curves import can_draw, draw_curves, read_metrics
 from common.parallel.process import print_any_text, visible
 from common.text.tasks import arithmetic_rows
 
@@ -96,15 +96,16 @@ def main() -> None:
         f"greedy exact match on 500 held-out questions: {scores[0]:.3f} after SFT, "
         f"{scores[-1]:.3f} after GRPO"
     )
+    picture = OUT / "curves.png"
     draw_curves(
         [ROOT / OUT / "sft/metrics.jsonl", ROOT / OUT / "grpo/metrics.jsonl"],
         ["loss", "eval_loss", "eval_mean_token_accuracy", "eval/solved", "reward", "entropy"],
-        ROOT / OUT / "curves.png",
+        ROOT / picture,
         labels=["sft.py", "grpo.py"],
     )
+    curves = f"curves: {picture}; " if can_draw(ROOT / picture) else ""
     console.print(
-        f"curves: {OUT}/curves.png; models: {OUT}/sft/hf, "
-        f"{OUT}/grpo/hf ({time.time() - start:.0f} seconds)"
+        f"{curves}models: {OUT}/sft/hf, {OUT}/grpo/hf ({time.time() - start:.0f} seconds)"
     )
 
 

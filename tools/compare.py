@@ -22,7 +22,7 @@ import numpy as np
 
 from common.config.options import Options
 from common.evaluate.estimators import SOLVED, mean_and_interval
-from common.metrics.curves import distinct
+from common.metrics.curves import can_draw, distinct
 from common.metrics.runs import Run, band, by_seed, interval, read_run, t_quantile, values_of
 from common.parallel.process import print_any_text, visible
 
@@ -170,6 +170,8 @@ def rows_of_evaluations(folders: list[Path]) -> list[list[str]]:
 
 def draw(groups: list[list[Run]], labels: list[str], names: list[str], picture: Path) -> None:
     """Draw a panel for each metric, with a line and a band for each group."""
+    if not can_draw(picture):
+        return
     import matplotlib
 
     matplotlib.use("Agg")
@@ -234,7 +236,8 @@ def main() -> None:
     print_table(COLUMNS, rows, labels[-1])
     print("95%: t interval of the mean over seeds, or of the differences of equal seeds (paired)")
     print(f"last: the mean of the last {options.last} logged values; of eval* the last one")
-    print(visible(f"curves: {picture}"))
+    if can_draw(picture):
+        print(visible(f"curves: {picture}"))
 
 
 def print_table(columns: Iterable[str], rows: list[list[str]], last: str) -> None:

@@ -4,8 +4,12 @@ import fnmatch
 import json
 import math
 from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
+
+from common.parallel.process import visible
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -21,11 +25,23 @@ def distinct(values: dict[str, list]) -> list[str]:
     return list(first.values())
 
 
+@cache  # once for each picture, which a run draws again and again
+def can_draw(picture: Path) -> bool:
+    """Return whether matplotlib is installed; without it, say that the picture is not drawn."""
+    is_installed = find_spec("matplotlib") is not None
+    if not is_installed:
+        missing = "matplotlib is not installed; pip install '.[plots]'"
+        print(visible(f"{picture} is not drawn: {missing}"), flush=True)
+    return is_installed
+
+
 def draw_curves(
     runs: Sequence[Path], names: Sequence[str], picture: Path, labels: Sequence[str] = ()
 ) -> None:
     """Draw a panel for each metric (`names` may be patterns): a line per run or, for one run, also
     per held-out set. A metric that equals an earlier one is left out."""
+    if not can_draw(picture):
+        return
     import matplotlib
 
     matplotlib.use("Agg")

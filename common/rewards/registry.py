@@ -6,6 +6,7 @@ functions are awaited from processes (in_processes.py). A function may bring a s
 its attribute `make_scorer`."""
 
 from collections.abc import Awaitable, Callable, Iterable
+from importlib.util import find_spec
 
 from common.config.extra import extra, load_named
 from common.config.flags import JUDGE_KINDS, MODEL_KINDS
@@ -33,9 +34,12 @@ FORMS = ("by_row", "environment", "path/to/file.py:function", *(f"{k}PATH" for k
 
 def load_reward(name: str) -> Reward:
     """Return a built-in reward, or `path/to/file.py:function`. Raises `ValueError` for anything
-    else."""
+    else, and for `math` without math-verify."""
     if name in REWARDS:
         return REWARDS[name]
+    if name == "math" and find_spec("math_verify") is None:
+        missing = "the Python package math-verify, which is not installed"
+        raise ValueError(f"--reward math needs {missing}; pip install '.[math]'")
     if name in OTHERS:
         return load_named(OTHERS[name], f"--reward {name}")
     if ":" not in name:

@@ -1,6 +1,7 @@
 """metrics.jsonl has every step once, also after a resume; console output, curves and trackers."""
 
 import json
+import sys
 
 import torch
 
@@ -104,6 +105,18 @@ def test_curves_are_drawn_and_other_ranks_write_nothing(tmp_path, monkeypatch):
     log_steps(tmp_path / "other", 0, 2, run=1)
     logger(tmp_path / "other").draw_curves()
     assert not list((tmp_path / "other").iterdir())
+
+
+def test_run_without_matplotlib_says_once_that_nothing_is_drawn(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    log_steps(tmp_path, 0, 4, run=1)
+    capsys.readouterr()
+    log = logger(tmp_path, first_step=4)
+    log.draw_curves()
+    log.draw_curves()
+    said = "is not drawn: matplotlib is not installed; pip install '.[plots]'\n"
+    assert capsys.readouterr().out == f"{tmp_path}/curves.png {said}"
+    assert not (tmp_path / "curves.png").exists() and len(steps(tmp_path / "metrics.jsonl")) == 4
 
 
 def test_console_and_summary_show_the_change_since_the_first_step_also_after_a_resume(

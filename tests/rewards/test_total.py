@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from processes import PATIENCE
 from common.metrics.meter import Meter
 from common.packs.sample import Completion, Sample
 from common.parallel.distributed import RunError
+from common.rewards.functions import REWARDS
 from common.rewards.registry import BUILT_IN, load_reward, row_check
 from common.rewards.total import Rewards
 
@@ -371,3 +373,18 @@ def test_bad_names_are_refused(tmp_path):
         row_check(Args(reward=("gsm8k",)))(dict(prompt="", _source="a:1"))
     with pytest.raises(ValueError, match="the names must differ"):
         make(("gsm8k", "gsm8k"))
+
+
+def test_only_math_needs_math_verify(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    lacking = r"--reward math needs .* math-verify, .* not installed; pip install '\.\[math\]'$"
+    row = dict(answer="18", reward="math", format="<a>", _source="a:1")
+    with pytest.raises(ValueError, match=f"^{lacking}"):
+        row_check(Args(reward=("exact_match", "math")))
+    with pytest.raises(ValueError, match=lacking):
+        row_check(Args(reward=("by_row",)))(row)
+    others = [*REWARDS]
+    row_check(Args(reward=others))(row)
+    batch = [[Completion([0], [True], text="#### 18", row=row)]]
+    total, parts, _ = make(others, rows=[row]).wait(batch, Meter())
+    assert list(parts) == others and total.item() >= 1

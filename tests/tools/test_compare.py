@@ -4,6 +4,7 @@ its errors."""
 import json
 import math
 import runpy
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -109,6 +110,15 @@ def test_band_is_drawn_over_the_steps_that_all_seeds_have(tmp_path, compare, mon
         ["eval/solved", "lr 1", "2", "2", "0.2 -> 0.25", "[-0.3853, 0.8853]", ""],
         ["eval/solved", "lr 2", "1", "2", "0.7 -> 0.8", "needs 2 seeds", "+0.55"],
     ]
+
+
+def test_without_matplotlib_the_table_stands_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    folder = write(tmp_path / "a", [0.1, 0.3], dict(lr=1))
+    shown, _ = call_main(module["main"], [COMPARE, folder], 0, monkeypatch, capsys)
+    said = "compare.png is not drawn: matplotlib is not installed; pip install '.[plots]'\n"
+    assert said in shown and "0.1 -> 0.3" in shown and "curves:" not in shown
+    assert not (tmp_path / "compare.png").exists()
 
 
 def seeds(tmp_path: Path, lr: float, ends: dict[int, float], **kwargs) -> list[Path]:
