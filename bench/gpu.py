@@ -186,13 +186,14 @@ def attention(flags, device, dtype) -> list[dict]:
     mb, heads = one_pack(flags, flags.vocabulary, device), flags.width // HEAD_DIM
     shapes = [(1, n, len(mb.targets_T), HEAD_DIM) for n in (heads, heads // 2, heads // 2)]
     inputs = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
+    query, key, value = inputs
     of_pack = packed_inputs(mb)
     for name in ("input_ids", "position_ids", "use_cache"):
         del of_pack[name]
     module = torch.nn.Identity()
 
     def forward():
-        return packed_attention(module, *inputs, None, HEAD_DIM**-0.5, **of_pack)[0]
+        return packed_attention(module, query, key, value, None, HEAD_DIM**-0.5, **of_pack)[0]
 
     size, flop = (
         f"{flags.tokens} tokens in sequences of {flags.length}",
