@@ -1,6 +1,8 @@
 """The project's scripts. Each has a page; a user's copy beside them has none, and no test of the
 project looks at it."""
 
+import dataclasses
+import importlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -10,3 +12,9 @@ SCRIPTS = {  # files by name
     if path.stem == "demo" or (ROOT / "docs" / path.stem).with_suffix(".md").is_file()
 }
 ALGORITHMS = [name for name in SCRIPTS if name != "demo"]
+
+
+def all_flags() -> set[str]:
+    """Return the flags of all scripts."""
+    args = [importlib.import_module(name).Args for name in ALGORITHMS]
+    return {field.name for args_class in args for field in dataclasses.fields(args_class)}

@@ -13,7 +13,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 from helpers import ROOT
-from scripts import SCRIPTS
+from scripts import SCRIPTS, all_flags
 
 from common.config.groups import BaseArgs, OfflineArgs, TrainArgs
 from common.config.online import OnlineArgs, SamplingArgs
@@ -234,12 +234,6 @@ def is_package(path: Path) -> bool:
 def test_text_is_read_without_the_module_of_policies():
     found = {name for name in NAMES if name.startswith("common.text.")}
     assert {name for name in found if "common.model.policy" in reached(name)} == set()
-
-
-def all_flags() -> set[str]:
-    scripts = [*map(importlib.import_module, SCRIPTS)]
-    args = [script.Args for script in scripts if hasattr(script, "Args")]
-    return {field.name for args_class in args for field in dataclasses.fields(args_class)}
 
 
 def test_changelog_sends_nobody_to_a_flag_that_is_gone():

@@ -1,12 +1,15 @@
-"""docs/trouble.md quotes messages that the program prints."""
+"""docs/trouble.md quotes messages that the program prints, and names flags that exist."""
 
 import ast
 import re
 
 import pytest
 from helpers import ROOT
+from scripts import all_flags
+from torch.distributed.run import get_args_parser
 
-ROWS = re.findall(r"^\| ([^|]*`[^|]*) \|", (ROOT / "docs/trouble.md").read_text(), re.M)
+PAGE = (ROOT / "docs/trouble.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| ([^|]*`[^|]*) \|", PAGE, re.M)
 QUOTES = [quote for row in ROWS for quote in re.findall(r"`([^`]+ [^`]+)`", row)]
 OF_LIBRARIES = {"Name or service not known", "CUDA out of memory"}
 
@@ -34,3 +37,10 @@ def test_quoted_message_exists(quote, texts):
     for part in re.split(r"[\d.]+|: | \.\.\. ", quote):
         if part.strip():
             assert part.strip() in texts, part
+
+
+def test_named_flags_exist():
+    of_scripts, of_torchrun = all_flags(), get_args_parser().format_help()
+    named = set(re.findall(r"--([a-z][\w-]*)", re.sub(r"`(?:hf|py-spy) .*?`", "", PAGE)))
+    assert len(named) > 10
+    assert {flag for flag in named - of_scripts if f"--{flag}" not in of_torchrun} == set()

@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
-from scripts import ALGORITHMS
+from scripts import ALGORITHMS, all_flags
 from torch.distributed.run import get_args_parser
 
 from common.config.flags import as_tuple, needs_of
@@ -127,7 +127,7 @@ def test_conflicting_flags_are_refused(changed, words):
 
 def test_flags_need_flags_and_choices_that_exist(args_class):
     """With a misspelled one a flag would have an effect always, or never."""
-    known = set().union(*({f.name for f in dataclasses.fields(args_of(x))} for x in ALGORITHMS))
+    known = all_flags()
     kinds = typing.get_type_hints(args_class)
     for flag in kinds:
         needs = needs_of(args_class, flag)
@@ -190,8 +190,6 @@ def test_torchrun_leaves_every_flag_to_the_script():
     """Python 3.11's argparse ends torchrun with `ambiguous option` if a flag of the script begins
     two of torchrun's own."""
     torchrun = get_args_parser()
-    for name in set().union(
-        *({f.name for f in dataclasses.fields(args_of(x))} for x in ALGORITHMS)
-    ):
+    for name in all_flags():
         given = torchrun.parse_args(["grpo.py", f"--{name}", "x"])
         assert given.training_script_args == [f"--{name}", "x"]

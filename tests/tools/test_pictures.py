@@ -1,14 +1,12 @@
 """Pictures of the pages show what exists: files, flags and metrics. Each has a page and a maker."""
 
-import dataclasses
-import importlib
 import json
 import re
 
 import pytest
 from helpers import ROOT, metrics
 from PIL import Image
-from scripts import SCRIPTS
+from scripts import all_flags
 
 from tools.pictures import ARCHIVED, MADE
 
@@ -29,9 +27,7 @@ def test_every_picture_has_a_maker_and_a_page():
 
 
 def test_files_and_flags_in_pictures_exist():
-    scripts = [*map(importlib.import_module, SCRIPTS)]
-    args = [script.Args for script in scripts if hasattr(script, "Args")]
-    flags = {field.name for args_class in args for field in dataclasses.fields(args_class)}
+    flags = all_flags()
     for name in MADE:
         words = " ".join(about(name, "words"))
         for file in re.findall(r"[\w/]+\.(?:py|yaml|jinja)", words):
