@@ -1,1 +1,1 @@
-"""Flags: their bounds, their groups, and the parsing of the command line and YAML."""
+"""Flags of the scripts: their types, their groups, and how the command line and YAML are read."""

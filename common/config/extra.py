@@ -1,4 +1,5 @@
-"""Seams between common/ and extras/: features that a flag switches on and that may be deleted."""
+"""How common/ and the scripts import a feature from extras/ when a flag switches it on. A user may
+delete any folder of extras/: then the flag is refused in one line."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -7,8 +8,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def extra(name: str, flag: str) -> Iterator[None]:
-    """Turn a missing import into one line. Use it around an import from extras/<name>, or of the
-    package <name>, for a feature that `flag` switches on.
+    """Turn a failed import into an error of one line. Put the import of a feature that `flag`
+    switches on inside this context: it comes from extras/<name>, or from the package <name>.
 
     Raises `ValueError` if the folder has been deleted, or if it needs a package that is not
     installed."""
@@ -25,8 +26,8 @@ def extra(name: str, flag: str) -> Iterator[None]:
 
 
 def load_named(target: str, flag: str) -> Callable:
-    """Import the function or class `module:name` for a feature that `flag` switches on. If it
-    belongs to an extra, `ValueError` is raised as by `extra`."""
+    """Import the function or class `module:name` for a feature that `flag` switches on. Raises
+    `ValueError` like `extra` if it belongs to an extra that cannot be imported."""
     module, name = target.split(":")
     with extra(module.split(".")[1], flag):
         return getattr(importlib.import_module(module), name)

@@ -1,8 +1,11 @@
-"""Types of flags with their bounds, which pydantic checks, and with what they need (`Needs`).
+"""Types for flags. A type says which values are valid (pydantic checks that), which other flags the
+flag needs (`Needs`), and whether a resumed run may change it (`MayChange`). Examples:
 
 `lr: Positive[float]`, `max_steps: MayChange[Positive[int] | None]`, `reward: Several[str]`,
-`clip_low: Annotated[BelowOne, Needs(loss="clip")]`. At the end are values with a form of their own:
-`name=value` pairs, weighted data sets, named held-out sets, folders of adapters."""
+`clip_low: Annotated[BelowOne, Needs(loss="clip")]`.
+
+At the end are functions that read values with a form of their own: `name=value` pairs, weighted
+data sets, named held-out sets, folders of adapters."""
 
 import contextlib
 import json
@@ -23,8 +26,8 @@ from common.parallel.process import first_line
 
 T = TypeVar("T")
 
-# Configuration of all classes of flags: unknown names are errors, also in Python, defaults keep
-# their bounds too, and nothing is set after parsing.
+# Settings of pydantic for all classes of flags: unknown names are errors, also when a class is
+# called in Python; defaults are checked too; and no flag can be changed after parsing.
 STRICT = ConfigDict(
     extra="forbid", validate_default=True, coerce_numbers_to_str=True, defer_build=True, frozen=True
 )
@@ -37,11 +40,11 @@ MODEL_KINDS = ("model:", *JUDGE_KINDS)  # rewards by a model
 
 
 class Limit(NamedTuple):
-    """How many tokens fit in a sequence, or in several together, and what sets this limit."""
+    """How many tokens fit into a sequence, or into several together, and what sets this limit."""
 
     tokens: int
     flag: str
-    """the flag that sets it, or words for the model's context: errors name it"""
+    """what errors name: the flag that sets the limit, or `the model's context of 4096 tokens`"""
 
     def require(self, max_length: int | None, sequences: int = 1) -> None:
         """Raise `ValueError` unless this many `sequences` of `--max_length` tokens fit together."""
@@ -51,8 +54,8 @@ class Limit(NamedTuple):
 
 
 def _in_float32(number: T) -> T:
-    """Return `number`; raise `ValueError` for NaN, infinity and what float32, the type of tensors,
-    cannot hold."""
+    """Return `number`. Raise `ValueError` for NaN, infinity, and numbers too large for float32, the
+    dtype of our tensors."""
     if not abs(number) <= MAX_FLOAT:
         raise ValueError("must be finite in float32")
     return number
@@ -68,7 +71,7 @@ def _written_as(form: str, words: str) -> AfterValidator:
 
 
 def as_tuple(value: Any) -> Any:
-    """Return a single value as a tuple: `Args(reward="math")`, or `reward: math` in a file."""
+    """Make a tuple of a single value, for `Args(reward="math")` or `reward: math` in a file."""
     return value if value is None or isinstance(value, list | tuple) else (value,)
 
 
@@ -84,43 +87,48 @@ TRACKERS = r"wandb|tensorboard|.+\.py:\w+"
 Tracker = Annotated[str, _written_as(TRACKERS, "wandb, tensorboard or path/to/file.py:Class")]
 Several = Annotated[tuple[T, ...], BeforeValidator(as_tuple)]
 
-# Marks a flag that a resumed run may change: it says how long, where or how often a run works, but
-# not what a step computes. (`max_steps` also stretches a decaying learning rate, and turning
-# `rollout_ranks` on or off changes the age of samples.)
+# Marks a flag that a resumed run may change, because it says how long, where or how often a run
+# works, and not what a step computes. (Two are not quite so: `max_steps` stretches a decaying
+# learning rate, and turning `rollout_ranks` on or off changes how old the weights of samples are.)
 MAY_CHANGE = object()
 MayChange = Annotated[T, MAY_CHANGE]
 
-# Marks a flag that names models: a resumed run stops if they are not as they were.
+# Marks a flag that names models: a resumed run stops if their files have changed.
 NAMES_MODELS = object()
 NamesModels = Annotated[T, NAMES_MODELS]
 
 
 class NamesCode:
-    """Metadata of a flag that may name files of the user's code. `makes`: the column of a row that
-    this code fills, such as `_prompt`; it does not count when the data is compared at a resume."""
+    """Marks a flag that may name files of the user's code. `makes`: the column of a row that this
+    code fills, such as `_prompt`. A resumed run compares its data with the earlier run's, but not
+    this column."""
 
     def __init__(self, makes: str | None = None) -> None:
         self.makes = makes
 
 
 class Needs:
-    """Metadata of a flag that has an effect only with another flag, or with one of several.
+    """Marks a flag that has an effect only together with another flag.
 
-    `Needs(loss="clip")`: only with `--loss clip`; `("clip", "gspo")`: with one of these;
-    `"judge:"`: with a value that begins so. A flag with several values needs it among them.
-    `Needs(beta=True)`: with any value but 0, false, none and an empty list. `Needs(agent=None)`:
-    without this flag. Of two `Needs` both must be met."""
+        Needs(loss="clip")            only with --loss clip
+        Needs(loss=("clip", "gspo"))  with one of these values
+        Needs(reward="judge:")        with a value that begins so, among several
+        Needs(beta=True)              with any value except 0, false, none and an empty list
+        Needs(agent=None)             only without --agent
+        Needs(tools=True, agent=True) with one of these flags, or both
+
+    If a flag has two `Needs`, both must be met."""
 
     def __init__(self, **values: Any) -> None:
         self.values = values
 
     def is_met(self, args: Any) -> bool:
-        """Return whether any needed flag has its value, or the script has none of them."""
+        """Return whether one of the needed flags has its value, or the script has none of them."""
         known = {name: wanted for name, wanted in self.values.items() if hasattr(args, name)}
         return not known or any(fits(getattr(args, name), x) for name, x in known.items())
 
     def unmet(self, args: Any) -> str:
-        """Return why the flag has no effect: `with --loss cispo`, `without --tools`."""
+        """Return why the flag has no effect, for a message: `with --loss cispo`."""
         given = {name: getattr(args, name, None) for name in self.values}
         present = {name: value for name, value in given.items() if value not in (None, ())}
         if not present:
@@ -128,8 +136,8 @@ class Needs:
         return "with " + " and ".join(f"--{name} {shown(x)}" for name, x in present.items())
 
     def text(self, flags: Container[str]) -> str:
-        """Return the condition for the help of a script with these flags; empty if it always
-        holds."""
+        """Return the condition for --help: `only with --loss clip`. `flags`: those of the script.
+        The text is empty if the script has none of the needed ones."""
         known = {name: wanted for name, wanted in self.values.items() if name in flags}
         if not known:
             return ""
@@ -140,7 +148,7 @@ class Needs:
 
 
 def fits(value: Any, wanted: Any) -> bool:
-    """Return whether a value is wanted by a member of `Needs`."""
+    """Return whether the value of a flag is what a member of `Needs` asks for."""
     if wanted is True or not wanted:
         return bool(value) == bool(wanted)
     return any(
@@ -151,13 +159,13 @@ def fits(value: Any, wanted: Any) -> bool:
 
 
 def either(names: Iterable[str]) -> str:
-    """Return `--a, --b or --c`."""
+    """Join flags for a message: `--a, --b or --c`."""
     *others, last = [f"--{name}" for name in names]
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def shown(value: Any, comma: str = " ") -> str:
-    """Return a value as on the command line."""
+    """Return a value as a user would write it on the command line."""
     if isinstance(value, tuple | list):
         return comma.join(shown(member) for member in value if member is not None)
     return f"{value:g}" if isinstance(value, float) else str(public(value))
@@ -165,8 +173,8 @@ def shown(value: Any, comma: str = " ") -> str:
 
 @cache
 def marks_of(args_class: type) -> dict[str, list]:
-    """Return the marks of each flag, such as `Needs`. A script that changes the default of a flag
-    keeps them."""
+    """Return the marks of each flag, such as `Needs`. A flag whose default a script changes keeps
+    the marks that its group gives it."""
     found: dict[str, list] = {}
     for cls in args_class.__mro__:
         for name, field in vars(cls).get("__pydantic_fields__", {}).items():
@@ -176,8 +184,8 @@ def marks_of(args_class: type) -> dict[str, list]:
 
 
 def marked(args: Any, kind: Any) -> Iterator[tuple[str, tuple, Any]]:
-    """Yield name, values and mark of each flag that is set and has this mark, or one of this
-    class."""
+    """Yield the name, the values and the mark of each flag that is set and has the mark `kind` or,
+    if `kind` is a class, a mark of this class."""
     for flag, marks in marks_of(type(args)).items():
         values = as_tuple(getattr(args, flag)) or ()
         for mark in marks:
@@ -186,7 +194,7 @@ def marked(args: Any, kind: Any) -> Iterator[tuple[str, tuple, Any]]:
 
 
 def needs_of(args_class: type, flag: str) -> list[Needs]:
-    """Return what a flag needs."""
+    """Return all `Needs` of a flag."""
     return [mark for mark in marks_of(args_class).get(flag, ()) if isinstance(mark, Needs)]
 
 
@@ -207,8 +215,8 @@ def union_members(kind: Any) -> tuple:
 
 
 class TreeLoader(yaml.SafeLoader):
-    """Reads YAML that is a tree. An alias could stand for its own parent, or for a value of which
-    ten aliases of ten aliases make a billion."""
+    """Reads YAML without aliases. An alias could stand for its own parent, or aliases of aliases
+    could blow a small file up to a billion values."""
 
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -221,7 +229,7 @@ class TreeLoader(yaml.SafeLoader):
             raise yaml.YAMLError("nested too deeply") from None
 
 
-# Texts that are no strings in YAML 1.2, but for numbers that begin with 0, which may be names.
+# Texts that YAML 1.2 does not read as strings. Left out are numbers like 0042: they may be names.
 SCALARS = dict(
     null="~|null|Null|NULL",
     bool="true|True|TRUE|false|False|FALSE",
@@ -231,7 +239,7 @@ SCALARS = dict(
 
 
 class ValueLoader(TreeLoader):
-    """Reads YAML 1.2. In YAML 1.1, which the library reads, no is false and 12:30 is 750."""
+    """Reads YAML 1.2. The library reads YAML 1.1, in which `no` is false and `12:30` is 750."""
 
     yaml_implicit_resolvers: ClassVar[dict] = {}
 
@@ -244,8 +252,8 @@ for tag, pattern in SCALARS.items():
 
 HIDDEN = "***"
 
-ADAPTER_CONFIG = "adapter_config.json"  # the PEFT library writes it
-# With one of these fields an adapter computes something else than weight + lora_alpha / r B A.
+ADAPTER_CONFIG = "adapter_config.json"  # in an adapter's folder, in the format of the PEFT library
+# An adapter with one of these fields is not plain LoRA: not weight + lora_alpha / r B A.
 OTHER_ADAPTERS = (
     "alora_invocation_tokens", "alpha_pattern", "fan_in_fan_out", "layer_replication", "lora_bias",
     "rank_pattern", "use_dora", "use_rslora",
@@ -253,8 +261,8 @@ OTHER_ADAPTERS = (
 
 
 def public(value: Any) -> Any:
-    """Return a value of a flag as it may be stored and printed: `mcp:env KEY=*** python shop.py`.
-    What a command of `--tools` sets in its environment may be a secret."""
+    """Hide secrets in the value of a flag, so that it may be stored and printed. A command of
+    `--tools` may set some in its environment: `mcp:env KEY=*** python shop.py`."""
     if not isinstance(value, str) or not value.startswith("mcp:"):
         return value
     try:
@@ -269,8 +277,7 @@ def public(value: Any) -> Any:
 
 
 def pairs_of(flag: str, pairs: Sequence[str]) -> dict[str, str]:
-    """Return the pairs of `--flag name=value ...`. Raise `ValueError` for another form or a
-    repeated name."""
+    """Read `--flag name=value ...`. Raises `ValueError` for another form or a repeated name."""
     out: dict[str, str] = {}
     for pair in pairs:
         name, _, value = pair.partition("=")
@@ -283,8 +290,8 @@ def pairs_of(flag: str, pairs: Sequence[str]) -> dict[str, str]:
 
 
 def values_of(flag: str, pairs: Sequence[str]) -> dict[str, Any]:
-    """Return the pairs of `--flag name=value ...` with values as in YAML 1.2: true, 3, 0.5, null,
-    `{"a": 1}` or, in quotation marks, "3"; anything else is text: no, 12:30, 0042, 2026-11-28."""
+    """Read `--flag name=value ...` with values as in YAML 1.2: true, 3, 0.5, null, `{"a": 1}`, and
+    "3" in quotation marks. Everything else stays text: no, 12:30, 0042, 2026-11-28."""
     values: dict[str, Any] = {}
     for name, text in pairs_of(flag, pairs).items():
         values[name] = text
@@ -295,11 +302,9 @@ def values_of(flag: str, pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def weights_of(datasets: Sequence[str]) -> dict[str, float | None]:
-    """Return the data sets of `--dataset a.jsonl:0.6 b/c:0.4` with their weights. Without weights,
-    each has None.
-
-    Raises `ValueError` for an invalid weight, for weights of some data sets only, and for a
-    repeated data set."""
+    """Read `--dataset a.jsonl:0.6 b/c:0.4`: return each data set with its weight, None if it has
+    none. Raises `ValueError` for an invalid weight, for a repeated data set, and if only some data
+    sets have a weight."""
     out: dict[str, float | None] = {}
     for spec in datasets:
         dataset, _, end = spec.rpartition(":")
@@ -322,15 +327,15 @@ def weights_of(datasets: Sequence[str]) -> dict[str, float | None]:
 
 
 def kind_of(path: Path) -> str:
-    """Return the suffix of a file that can be read, an empty string for other files."""
+    """Return the suffix of a data file that we can read, such as .jsonl.gz; "" for other files."""
     kinds = (*JSON, *SEPARATORS, ".parquet")
     return next((kind for kind in kinds if path.name.endswith(kind)), "")
 
 
 def sources_of(datasets: Sequence[str]) -> dict[str, tuple[list[str], float]]:
-    """Return the sources that training rows are drawn from, by name in metrics, with their datasets
-    and weights. Datasets with weights are a source each. Datasets without weights form one source
-    without a name."""
+    """Return the sources from which training rows are drawn: for each name in metrics, the datasets
+    and the weight. A dataset with a weight is a source of its own. Datasets without weights form
+    one source, with an empty name."""
     weights = weights_of(datasets)
     if len(weights) == 1 or None in weights.values():
         return {"": (list(weights), 1.0)}
@@ -339,8 +344,9 @@ def sources_of(datasets: Sequence[str]) -> dict[str, tuple[list[str], float]]:
 
 
 def datasets_by_name(datasets: dict[str, str | None]) -> dict[str, str]:
-    """Return datasets by their names in metrics, given datasets with their optional names. The
-    default name is the last part of the path, or the whole path where last parts are not unique."""
+    """Return datasets by their names in metrics. `datasets`: each with the name that the user gave
+    it, or None. Without one, the name is the last part of the dataset's path, or the whole path if
+    two names would be the same."""
     names = []
     for dataset, name in datasets.items():
         path = Path(dataset)
@@ -351,9 +357,9 @@ def datasets_by_name(datasets: dict[str, str | None]) -> dict[str, str]:
 
 
 def eval_sets_of(datasets: Sequence[str], flag: str = "eval_dataset") -> dict[str, str | None]:
-    """Return the data sets of `--eval_dataset a.jsonl hard=b.jsonl` with their names, or None. The
-    part before the first `=` is a name unless it contains a `/`: `./x=1.jsonl` is a file. Another
-    `flag` has values of the same form.
+    """Read `--eval_dataset a.jsonl hard=b.jsonl`, or another `flag` of this form: return each data
+    set with its name, None if it has none. The part before the first `=` is a name unless it
+    contains a `/`: `./x=1.jsonl` is a file.
 
     Raises `ValueError` for a repeated data set or name, and for a name without a data set."""
     out: dict[str, str | None] = {}
@@ -377,14 +383,14 @@ LOWEST = ("loss", "nll", "perplexity", "kl", "entropy", "divergence", "error", "
 
 
 def best_of(keep_best: str) -> tuple[str, str | None]:
-    """Return the metric of `--keep_best NAME` or `NAME:lowest`, and the better end if given."""
+    """Read `--keep_best NAME` or `NAME:lowest`: the metric, and `highest` or `lowest` if given."""
     name, _, end = keep_best.rpartition(":")
     return (name, end) if name and end in BETTER else (keep_best, None)
 
 
 def better_end(metric: str) -> str | None:
-    """Return whether the highest or the lowest value of a metric is best, by the last word of its
-    name; None for a word that does not tell."""
+    """Guess from the last word of its name whether the `highest` or the `lowest` value of a metric
+    is best; None if the word does not tell."""
     if re.search(r"(^|/)pass_at_\d+$|(^|/)rewards/.+/mean$", metric):
         return "highest"
     word = re.split("[/_]", metric)[-1]
@@ -392,8 +398,8 @@ def better_end(metric: str) -> str | None:
 
 
 def flags_of_adapter(folder: str) -> dict[str, Any]:
-    """Return the flags that `--adapter` sets, from its adapter_config.json. Raises `ValueError` for
-    an adapter that is not plain LoRA."""
+    """Return the flags that `--adapter` sets (rank, alpha, targets), from its adapter_config.json.
+    Raises `ValueError` if the adapter is not plain LoRA."""
     label = f"--adapter {folder}: {ADAPTER_CONFIG}"
     try:
         file = Path(os.path.expanduser(folder)) / ADAPTER_CONFIG
@@ -403,7 +409,7 @@ def flags_of_adapter(folder: str) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ValueError(f"{label} is not that of a LoRA adapter (peft_type LORA)")
     unsupported = [key for key in OTHER_ADAPTERS if config.get(key)]
-    # Other initialisations change the weights of the layer, too.
+    # Other initialisations (such as PiSSA) also change the weights of the layer under the adapter.
     if config.get("init_lora_weights", True) not in (True, False, "gaussian"):
         unsupported.append("init_lora_weights")
     targets = config.get("target_modules")

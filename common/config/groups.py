@@ -1,14 +1,16 @@
-"""The unions of groups of flags that scripts share, and their groups: `BaseArgs` for every script,
-`TrainArgs` for every script that trains, `OfflineArgs` for policies that train on data alone.
-online.py has those of scripts that sample. A group that only some scripts have stands beside the
-code that reads it (`CorrectionArgs` in objectives/importance.py), or here if several packages do
-(`ImageArgs`), and a script hands it to this code. A function takes the group, or the settings, that
-it reads.
+"""Groups of flags that the scripts share.
 
-A group is a pydantic dataclass without a base and a section of --help. The types of its flags carry
-their bounds (flags.py). A script's `Args` inherits the groups that it needs, in any order,
-overrides defaults and adds its own flags. Rules between flags are validators of their group or
-union: pydantic runs the validators of all bases. Rules of one script are in its `__post_init__`."""
+A group, such as `OptimArgs`, is a pydantic dataclass and a section of --help. A union joins groups:
+`BaseArgs` for every script, `TrainArgs` for every script that trains, `OfflineArgs` for policies
+that train on data alone (online.py has those of scripts that sample). A script's `Args` inherits
+the unions and groups that it needs, in any order, overrides defaults and adds flags of its own. The
+type of a flag says which values are valid (flags.py). A rule between flags is a validator of their
+group or union; pydantic runs the validators of all bases. Rules of one script are in its
+`__post_init__`.
+
+A group that only some scripts have stands beside the code that reads it (`CorrectionArgs` in
+objectives/importance.py), or here if several packages read it (`ImageArgs`). Functions take just
+the group, or the settings, that they read; the script hands it to them."""
 
 import sys
 from dataclasses import asdict
@@ -66,8 +68,8 @@ class ModelArgs:
     """compile every transformer block and the log-probs with torch.compile: faster steps, but the
     first ones take longer; default: on CUDA"""
     pack_tokens: MayChange[Positive[int]] = 8192
-    """compute at most this many tokens per forward pass on one rank; bounds memory and the length
-    of a sequence, also in the engine. The same rows give the same gradient; a small value lowers
+    """compute at most this many tokens per forward pass on one rank. This bounds memory and the
+    length of a sequence, also in the engine, and does not change the gradient; a small value lowers
     the default of max_length"""
     context_ranks: MayChange[Positive[int]] = 1
     """divide each pack among this many neighbouring ranks: a sequence may have pack_tokens x
@@ -75,7 +77,7 @@ class ModelArgs:
 
     @property
     def pack_limit(self) -> Limit:
-        """Maximum tokens of sequences that have to share a pack."""
+        """The most tokens of a pack, and so of sequences that must be in one pack."""
         times = f" x --context_ranks {self.context_ranks}" if self.context_ranks > 1 else ""
         flag = f"--pack_tokens {self.pack_tokens}{times}"
         return Limit(self.pack_tokens * self.context_ranks, flag)
@@ -86,11 +88,11 @@ class PrefixArgs:
     """Shared prefixes"""
 
     share_prefix: MayChange[NotNegative[int]] = 16
-    """compute a prefix that samples of a group have in common, such as their prompt, once if it has
-    at least this many tokens; never changes the gradient; 0: never (docs/memory.md)"""
+    """compute the prefix that the samples of a group share, such as their prompt, only once if it
+    has at least this many tokens; never changes the gradient; 0: off (docs/memory.md)"""
 
 
-# Flags of features that read text alone.
+# Flags of features that cannot read images.
 TEXT_FLAGS = ("environment", "agent", "tools", "shots", "reward_model", "perplexity_model")
 
 
@@ -99,8 +101,8 @@ class ImageArgs:
     """Images (extras/images/README.md)"""
 
     vision: Literal["frozen", "train"] | None = None
-    """read images in rows, by a model with a vision tower. frozen: keep the tower's weights; train:
-    train it too; default: the language model is trained alone"""
+    """read the images in rows, with a model that has a vision tower. frozen: do not train the
+    tower; train: train it too; default: read text only, and train the language model"""
     max_pixels: Positive[int] | None = None
     """scale a larger image down to this many pixels, so that it has fewer tokens; default: the
     limit of the model's image processor"""
@@ -109,7 +111,7 @@ class ImageArgs:
     def _check_images(self) -> Self:
         if self.vision is None:
             return self
-        flags = vars(self)  # of the script: which ones it has differs
+        flags = vars(self)  # all flags of the script, which may lack some of these
         if self.vision == "train" and flags.get("lora_rank"):
             raise ValueError("--vision train: adapters are for the language model; use frozen")
         if flags.get("context_ranks", 1) > 1:
@@ -136,7 +138,7 @@ class DataArgs:
     """train on this split; a file without splits is the split train"""
     dataset_config: str | None = None
     """read this configuration of a Hugging Face data set, or of a folder with a README.md that
-    lists some; default: its default or main, if there are several; *: all of them (hub only)"""
+    lists some; default: the one named default or main, if there are several; *: all (hub only)"""
     columns: Several[str] = ()
     """rename columns of training and held-out rows, as new=old: prompt=problem
     answer=reward_model.ground_truth"""
@@ -145,9 +147,9 @@ class DataArgs:
     prompt template, environment or reward. error: end the run; skip: leave them out, and report
     their number and the reasons"""
     prompt_format: Literal["auto", "chat", "plain"] = "auto"
-    """write prompts in this format. chat: user turn of the chat template; plain: the text as it is;
-    auto: chat for chat models, lists of messages and `question` columns, if there is a template;
-    else plain"""
+    """write prompts in this format. chat: as a turn of the user, by the chat template; plain: the
+    text as it is; auto: chat for chat models, lists of messages and `question` columns, if there is
+    a template; else plain"""
     system_prompt: Annotated[str | None, Needs(agent=None)] = None
     """add this system turn to conversations without one; needs chat format"""
     chat_template: Annotated[str | None, CHAT] = None
@@ -155,8 +157,8 @@ class DataArgs:
     template_kwargs: Annotated[Several[str], CHAT] = ()
     """pass these variables to the chat template, as name=value: enable_thinking=false"""
     special_text: Literal["token", "text"] = "token"
-    """read the text of a special token, such as <|im_end|>, within a message or a prompt. token: as
-    this token, with one line about the first; text: as its characters"""
+    """read a special token, such as <|im_end|>, that is written out in a message or a prompt.
+    token: as this token (one line reports the first); text: as plain text"""
 
     @model_validator(mode="after")
     def _check_data(self) -> Self:
@@ -250,8 +252,7 @@ class CheckpointArgs:
     save_every: MayChange[Positive[int]] = 100
     """save a checkpoint every N steps, and after the last one"""
     save_minutes: MayChange[NotNegative[float]] = 30.0
-    """also save after a step that ends N minutes after the last checkpoint, by rank 0's clock; 0:
-    off"""
+    """also save after a step if the last checkpoint is N minutes old, by rank 0's clock; 0: off"""
     eval_every: MayChange[NotNegative[int]] = 100
     """evaluate every N steps, and after the last one; 0: off"""
     keep_last: MayChange[Positive[int]] = 2
@@ -259,8 +260,8 @@ class CheckpointArgs:
     keep_best: Annotated[MayChange[str | None], Needs(eval_every=True)] = None
     """keep the model with the best value of this evaluation metric in best/ (same form as hf/),
     e.g. eval/solved or eval_loss/hard. The lowest loss, perplexity, kl, entropy, divergence or
-    error is best, the highest reward, accuracy and the like; of other metrics say it:
-    eval_x:lowest, eval_x:highest"""
+    error is best, and the highest reward, accuracy and the like; for another metric say which:
+    eval_x:lowest or eval_x:highest"""
     trace_every: Annotated[MayChange[NotNegative[int]], Needs(agent=None)] = 10
     """trace the update token by token every N steps, and at the first and the last (extras/trace);
     0: off"""
@@ -275,7 +276,7 @@ class CheckpointArgs:
     @model_validator(mode="after")
     def _check_keep_best(self) -> Self:
         name, end = best_of(self.keep_best or "loss")
-        parts = name.split("/")  # the last ones may name a held-out set
+        parts = name.split("/")  # the last parts may be the name of a held-out set
         kinds = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
         if end is None and not any(map(better_end, kinds)):
             advice = f"add the better end, {name}:highest or {name}:lowest"
@@ -321,7 +322,7 @@ class LoRAArgs:
         if self.adapter is None:
             return self
         wanted = flags_of_adapter(self.adapter)
-        for flag in ("lora_rank", "lora_alpha"):  # `read_adapter` has the layers
+        for flag in ("lora_rank", "lora_alpha"):  # `read_adapter` checks the layers
             if (value := getattr(self, flag)) != wanted[flag]:
                 source = f"--adapter {self.adapter}, which sets {wanted[flag]}"
                 raise ValueError(f"--{flag} {value} contradicts {source}")
@@ -396,7 +397,7 @@ class LengthArgs:
 
 # ---- unions ----
 
-# Defaults for the built-in models and task, which need other values than real ones (parse.py).
+# Defaults for the built-in models and task: real ones need other values (parse.py uses these).
 BUILT_IN_MODELS = ("tiny", "tiny-sft", "tiny-images")
 TINY_TRAINING = dict(lr=3e-3, warmup_steps=10, max_steps=100, eval_every=20, prompt_format="plain")
 TINY_OFFLINE = TINY_TRAINING | dict(eval_generate=256, max_new_tokens=5)
@@ -409,10 +410,10 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     TINY_DEFAULTS: ClassVar[dict] = {}
     """defaults for the built-in models and task; for other data, the learning rates only"""
     PRESETS: ClassVar[dict[str, dict]] = {}
-    """flags that each value of `--preset` sets"""
+    """the flags that each value of `--preset` sets"""
 
-    # Some scripts have these flags. Shared code reads them in every script, so here they are
-    # constants.
+    # Only some scripts have these flags, but shared code reads them in every script. So they are
+    # constants here.
     share_prefix = 0
     offload = "none"
 
@@ -430,11 +431,11 @@ class TrainArgs(  # pyrefly: ignore[inconsistent-inheritance]
 
     TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING
     ROWS_FLAG: ClassVar[str] = "batch_size"
-    """flag with the number of rows of a step"""
+    """the flag that says how many rows a step takes"""
 
     @property
     def rows_per_step(self) -> int:
-        """Number of rows of a step, over all ranks."""
+        """How many rows a step takes, over all ranks."""
         return getattr(self, self.ROWS_FLAG)
 
 
@@ -470,8 +471,7 @@ def check_ranks(args: BaseArgs, ranks: int) -> None:
 
 
 def flags_of(args: BaseArgs) -> dict[str, Any]:
-    """Return the flags by name, in values that YAML has and without secrets: the content of
-    args.yaml."""
+    """Return the content of args.yaml: the flags by name, without secrets, in types of YAML."""
     return {
         name: [*map(public, value)] if isinstance(value, tuple) else public(value)
         for name, value in asdict(args).items()
@@ -479,8 +479,8 @@ def flags_of(args: BaseArgs) -> dict[str, Any]:
 
 
 def may_change(args: BaseArgs, then: dict[str, Any]) -> set[str]:
-    """Return the flags that may differ from `then`, the flags of the run that is resumed: all that
-    are marked `MayChange`, and `max_staleness` if it had no effect then or has none now."""
+    """Return the flags that a resumed run may change. `then`: the flags that it had. They are all
+    that are marked `MayChange`, and `max_staleness` if it had no effect then or has none now."""
     free = {flag for flag, marks in marks_of(type(args)).items() if MAY_CHANGE in marks}
     has_effect = getattr(args, "rollout_ranks", 0) and then.get("rollout_ranks")
     return free if has_effect else free | {"max_staleness"}

@@ -1,6 +1,6 @@
-"""Groups of flags (groups.py) for completions, rewards, engines and rollouts, and their unions:
-`SamplingArgs` for every script that samples, `OnlineArgs` for every script that trains on its
-samples."""
+"""Groups of flags (see groups.py) for completions, rewards, engines and rollouts. Their unions are
+`SamplingArgs`, for every script that samples, and `OnlineArgs`, for every script that trains on its
+own samples."""
 
 from os.path import isfile
 from pathlib import Path
@@ -26,25 +26,25 @@ from common.config.flags import (
 )
 from common.config.groups import CHAT, BaseArgs, EvalSampleArgs, PrefixArgs, TrainArgs
 
-# Requests that an engine runs at the same time. Their float32 logits (156 MB for 151,936 tokens)
-# exist several times.
+# How many requests an engine runs at the same time. More take memory: the float32 logits of these,
+# 156 MB with a vocabulary of 151,936, exist several times.
 SLOTS = 256
 # Shares of a GPU's memory.
-USABLE = 0.92  # for what is predicted: CUDA graphs and the allocator's pools are not
-ALONE = 0.9  # of an engine on a rank that only samples
+USABLE = 0.92  # plans may use this much; CUDA graphs and the allocator need the rest
+ALONE = 0.9  # an engine on a rank that only samples takes this much
 # Default of --max_logprob_difference by compute dtype.
 LOGPROB_DIFFERENCE = dict(float32=1e-3, bfloat16=0.5, float16=0.1)
 
 
 def stop_string(text: str) -> str:
-    """Return the text of one value of `--stop`."""
+    """Read one value of `--stop`: \\n and \\t stand for line feed and tab."""
     if not text:
         raise ValueError("is empty")
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def read_if_file(value: str | None) -> str | None:
-    """Return the text of the file with this name, or else the value itself."""
+    """If `value` is the name of a file, return the text in it, else the value itself."""
     is_file = value is not None and isfile(value)
     return Path(value).read_text(encoding="utf-8") if is_file else value
 
@@ -60,8 +60,8 @@ class CompletionArgs:
     """make the prompt from this text, with columns of the data in braces, e.g. `{problem} Put the
     answer in \\boxed{{}}.`; default: the column prompt, or question"""
     overlong: Annotated[Literal["error", "drop"], Needs(agent=None)] = "error"
-    """handle prompts that leave no room for max_new_tokens in the model's context or in a pack.
-    error: end the run; drop: leave them out"""
+    """handle prompts that, together with max_new_tokens, are too long for the model's context or a
+    pack. error: end the run; drop: leave them out"""
     samples_per_prompt: Positive[int] = 8
     """sample this many completions for each prompt (G)"""
     max_new_tokens: Positive[int] = 256
@@ -89,8 +89,8 @@ class CompletionArgs:
     """read the calls in a completion with this parser: hermes, openai, or the name of a tool parser
     of vLLM; default: the one that fits the chat template"""
     max_turns: Annotated[Positive[int], EPISODE] = 8
-    """limit a completion to this many turns of the model, whose tokens max_new_tokens bounds
-    together; limit an agent's episode to this many requests"""
+    """limit a completion to this many turns of the model (max_new_tokens is the limit of all turns
+    together); limit an agent's episode to this many requests"""
     environment_timeout: Annotated[MayChange[Positive[float] | None], EPISODE] = None
     """wait this many seconds for one answer of an environment, one call of a tool, or an agent's
     episode; default: 10, for an agent 300. An episode whose environment or agent exceeds it has no
@@ -122,7 +122,8 @@ class ScoringArgs:
     reward_weights: Several[Real] = ()
     """multiply each reward by its weight; default: all 1"""
     rubric: Annotated[Several[str], JUDGES] = ()
-    """judge rows without a column `rubric` by these criteria; rank:PATH default: overall quality"""
+    """judge rows without a column `rubric` by these criteria; without any, rank:PATH judges overall
+    quality"""
     judge_prompt: Annotated[str | None, AfterValidator(read_if_file), JUDGES] = None
     """ask judges this question, a text or a file, with {criterion}, {prompt}, {completion} or
     {transcript} (rank:PATH: {first} and {second}) or columns in braces; default:
@@ -134,8 +135,8 @@ class ScoringArgs:
     max_reward_errors: MayChange[Fraction] = 0.1
     """stop the run if more than this fraction of a step's rewards could not be computed"""
     reward_timeout: MayChange[Positive[float]] = 10.0
-    """give math, code and user-defined rewards this many seconds per completion; a function of a
-    group gets as much for each completion of the group"""
+    """give math, code and user-defined rewards this many seconds per completion; a function that
+    scores a whole group gets them for each completion in it"""
     reward_workers: MayChange[Positive[int]] = 4
     """compute math, code and user-defined rewards in this many processes per rank"""
     unsafe_code_execution: bool = False
@@ -189,8 +190,7 @@ class RolloutArgs:
     prompts_per_step: Positive[int] = 64
     """sample completions of this many prompts per rollout, over all ranks"""
     minibatches: Positive[int] = 1
-    """divide a rollout into this many minibatches: one optimizer step each, in every epoch over
-    it"""
+    """divide a rollout into this many minibatches, with one optimizer step each in every epoch"""
     epochs_per_rollout: Positive[int] = 1
     """train on each rollout for this many epochs"""
     missing_eos_penalty: NotNegative[float] = 0.0
@@ -218,7 +218,7 @@ class RolloutArgs:
 
 
 def refuse_agent(agent: str | None) -> None:
-    """Raise `ValueError` for `--agent` in a script for which a completion is one sequence: the
+    """Raise `ValueError` for `--agent`. For scripts in which a completion must be one sequence: the
     conversations of an agent's episode may branch."""
     if agent is not None:
         raise ValueError("--agent: this script cannot train on the branches of an episode")
@@ -255,7 +255,7 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
 
     @property
     def completions_per_prompt(self) -> int:
-        """Number of completions of a prompt that are compared."""
+        """How many completions of a prompt there are to compare."""
         return self.samples_per_prompt
 
     @property
@@ -265,7 +265,7 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
 
     @property
     def has_turns(self) -> bool:
-        """Whether a completion is an episode, which may have several turns of the model."""
+        """Whether a completion may have several turns of the model (an episode)."""
         return self.environment is not None or self.agent is not None or bool(self.tools)
 
 

@@ -1,4 +1,4 @@
-"""Command line of a tool."""
+"""The command line of a tool (tools/, bench/, course/), which has no groups of flags."""
 
 import argparse
 from typing import NoReturn
@@ -7,7 +7,7 @@ from common.parallel.process import visible
 
 
 class Options(argparse.ArgumentParser):
-    """Parser of options, with the docstring of a tool as its help. An error is one line."""
+    """Parser of a tool's options. `text`, its docstring, is the help. An error is one line."""
 
     def __init__(self, text: str | None):
         super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)

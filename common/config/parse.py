@@ -1,6 +1,8 @@
-"""The command line, read by tyro and checked by pydantic: `--config FILE.yaml`, `--preset NAME`.
+"""`parse`, which every script calls first: reads the command line (with tyro), `--config FILE.yaml`
+and `--preset NAME`, and checks the flags (with pydantic). An error is one line.
 
-Default < default for the built-in model < preset < file < command line. An error is one line."""
+If a flag has several values, the last of these wins: the default, the default for the built-in
+model, the preset, the file, the command line."""
 
 import contextlib
 import dataclasses
@@ -67,15 +69,15 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
 
 
 def from_home(value: Any) -> Any:
-    """Expand `~/` in front of paths. On the command line the shell does it, but not within quotes,
-    and nobody does it in a file."""
+    """Expand `~/` at the start of paths. The shell does that on the command line, but not within
+    quotes, and nobody does it in a file."""
     if isinstance(value, list | tuple):
         return tuple(map(from_home, value))
     return os.path.expanduser(value) if str(value).startswith("~/") else value
 
 
 def require_utf8(given: dict[str, Any]) -> None:
-    """Raise `ValueError` for text that is not UTF-8, as names of files may be: a run writes its
+    """Raise `ValueError` for text that is not UTF-8, such as a strange file name: a run writes its
     flags to files."""
     for name, value in given.items():
         text = shown(value).encode(errors="backslashreplace").decode()
@@ -84,9 +86,9 @@ def require_utf8(given: dict[str, Any]) -> None:
 
 
 def built_in_defaults(args_class: type[BaseArgs], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the defaults for the built-in model, {} for another model. Left out are flags that are
-    given, and values with which a given flag would have no effect. With other data than the
-    built-in task only the learning rates remain."""
+    """Return the defaults for the built-in model; {} for another model. Flags that are given are
+    left out, and so are values with which a given flag would have no effect. With other data than
+    the built-in task, only the learning rates remain."""
     fields = args_class.__dataclass_fields__
     if given.get("model", fields["model"].default) not in BUILT_IN_MODELS:
         return {}
@@ -106,14 +108,14 @@ def built_in_defaults(args_class: type[BaseArgs], given: dict[str, Any]) -> dict
 
 
 def types_of(args_class: type[BaseArgs]) -> dict[str, Any]:
-    """Return the flags and `config` with their types, without bounds."""
+    """Return the types of all flags and of `--config`, without bounds."""
     hints = get_type_hints(args_class)
     types = {field.name: hints[field.name] for field in dataclasses.fields(args_class)}
     return types | dict(config=str)
 
 
 def read_command_line(args_class: type[BaseArgs], argv: list[str]) -> dict[str, Any]:
-    """Return the given flags, with `config` among them, as text. Print --help and exit."""
+    """Return the given flags as text, with `config` among them. For --help, print it and exit."""
     types = types_of(args_class)
     if helps := {"-h", "--help"} & {*argv}:
         start = min(map(argv.index, helps)) + 1
@@ -147,8 +149,8 @@ def read_command_line(args_class: type[BaseArgs], argv: list[str]) -> dict[str, 
 
 
 def value_of(words: list[str], kind: Any) -> Any:
-    """Return the words after a flag as pydantic takes them: one word, or a tuple of several. `None`
-    is null if the flag may be null, and a switch without a word is true."""
+    """Turn the words after a flag into a value for pydantic: the word, or a tuple of several words.
+    `None` is null if the flag may be null. A switch without a word is true."""
     members = union_members(kind)
     if words == ["None"] and type(None) in members:
         return None
@@ -156,7 +158,7 @@ def value_of(words: list[str], kind: Any) -> Any:
 
 
 class TextLoader(TreeLoader):
-    """Reads YAML's scalars as text, but for null. Refuses a key that is given twice."""
+    """Reads all values of YAML except null as text. Refuses a key that is given twice."""
 
     yaml_implicit_resolvers = {
         first: [(tag, form) for tag, form in resolvers if tag.endswith(":null")]
@@ -172,7 +174,7 @@ class TextLoader(TreeLoader):
 
 
 def read_file(args_class: type[BaseArgs], path: str) -> dict[str, Any]:
-    """Return the flags of a file of `flag: value` lines, which mean what they mean on the command
+    """Return the flags in a file of `flag: value` lines. A value means what it means on the command
     line."""
     try:
         flags = yaml.load(Path(path).read_text(), TextLoader)
@@ -193,7 +195,7 @@ def read_file(args_class: type[BaseArgs], path: str) -> dict[str, Any]:
     }
 
 
-# Names that other libraries have for our flags.
+# What other libraries call our flags.
 ELSEWHERE = dict(
     learning_rate="lr", model_name="model", model_name_or_path="model", dataset_name="dataset",
     per_device_train_batch_size="batch_size", num_generations="samples_per_prompt",
@@ -204,15 +206,15 @@ ELSEWHERE = dict(
 
 
 def similar(name: str, known: list[str], mark: str = "") -> str:
-    """Return a guess for a misspelled or another library's name, for a message; empty without
-    one."""
+    """Return ` (did you mean --lr?)` for a misspelled or another library's name; "" without a
+    guess."""
     close = difflib.get_close_matches(ELSEWHERE.get(name, name), known, n=1, cutoff=0.7)
     return f" (did you mean {mark}{close[0]}?)" if close else ""
 
 
 def one_line(error: ValueError) -> str:
-    """Return the message of an error, or the first of pydantic's messages: `--lr -1 must be greater
-    than 0`."""
+    """Return the message of an error; of pydantic's error, its first message in our form: `--lr -1
+    must be greater than 0`."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]
@@ -226,8 +228,8 @@ def one_line(error: ValueError) -> str:
 
 
 def print_help(args_class: type[BaseArgs], words: list[str]) -> NoReturn:
-    """Print the script's own flags and the names of the others, or all flags (`all`), or those with
-    all `words` in their name or text, and exit."""
+    """Print help and exit. Without `words`: the script's own flags, and the names of the others;
+    with `all`: all flags; else: those that have all `words` in their name or text."""
     script = script_of(args_class).name
     summary, *_ = (sys.modules[args_class.__module__].__doc__ or "").partition("\n\n")
     lines = [summary, f"`{script} --help WORD` lists the flags with this word, `--help all` all."]
@@ -252,7 +254,8 @@ def print_help(args_class: type[BaseArgs], words: list[str]) -> NoReturn:
 
 
 def groups_of(args_class: type[BaseArgs], words: Sequence[str]) -> dict[type, dict[str, Any]]:
-    """Return tyro's type of each flag with all `words`, by groups, the script's own last."""
+    """Return the flags that have all `words`, each with a type for tyro, by their group. The
+    script's own flags come last."""
     types = types_of(args_class)
     groups: dict[type, dict[str, Any]] = {}
     words = [word.lower().replace("-", "_") for word in words]
@@ -270,7 +273,7 @@ def groups_of(args_class: type[BaseArgs], words: Sequence[str]) -> dict[type, di
 
 
 def sections(groups: dict[type, dict[str, Any]], script: str) -> type:
-    """Return what tyro shows: a section for each group of flags."""
+    """Return a type that tyro shows as help: one section for each group of flags."""
     parts = {
         cls.__name__.removesuffix("Args").lower() or script: Annotated[
             TypedDict("Part", group, total=False),  # pyrefly: ignore[invalid-annotation]
@@ -282,7 +285,7 @@ def sections(groups: dict[type, dict[str, Any]], script: str) -> type:
 
 
 def texts(args_class: type[BaseArgs]) -> dict[str, tuple[type, str]]:
-    """Return the group of each flag, and its text. A script may give a flag another text."""
+    """Return the group of each flag, and its help text. A script may replace the text of a flag."""
     types = types_of(args_class)
     found: dict[str, tuple[type, str]] = {}
     for cls in (FileArgs, *args_class.__mro__[-2::-1]):
