@@ -194,7 +194,6 @@ def marked(args: Any, kind: Any) -> Iterator[tuple[str, tuple, Any]]:
 
 
 def needs_of(args_class: type, flag: str) -> list[Needs]:
-    """Return all `Needs` of a flag."""
     return [mark for mark in marks_of(args_class).get(flag, ()) if isinstance(mark, Needs)]
 
 
@@ -267,7 +266,7 @@ def public(value: Any) -> Any:
         return value
     try:
         words = shlex.split(value.removeprefix("mcp:"))
-    except ValueError:  # an open quotation
+    except ValueError:  # a quotation mark is not closed
         return re.sub("(?s)=.*", f"={HIDDEN}", value)
     variable = re.compile(r"((?:^|\s|^-e|^--\w+=)[A-Za-z_]\w*=).+", re.DOTALL)
     hidden = [variable.sub(rf"\1{HIDDEN}", word) for word in words]

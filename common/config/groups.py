@@ -239,7 +239,7 @@ class OptimArgs:
     """scale a longer gradient down to this global norm; 1e9: off"""
     activation_checkpointing: MayChange[bool | None] = None
     """recompute activations in the backward pass: far less memory, a third more compute; default:
-    on CUDA, in the blocks whose activations do not fit by the prediction of extras/plan"""
+    on CUDA, in the blocks whose activations would not fit, as extras/plan predicts"""
     offload: MayChange[Literal["none", "optimizer", "all"]] = "none"
     """keep state in host memory. optimizer: Adam moments, copied to the GPU one parameter at a
     time; all: weights and gradients too, with the step on the host. Never changes the gradient"""

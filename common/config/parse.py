@@ -206,8 +206,7 @@ ELSEWHERE = dict(
 
 
 def similar(name: str, known: list[str], mark: str = "") -> str:
-    """Return ` (did you mean --lr?)` for a misspelled or another library's name; "" without a
-    guess."""
+    """Return ` (did you mean --lr?)` for a misspelled or another library's name, or ""."""
     close = difflib.get_close_matches(ELSEWHERE.get(name, name), known, n=1, cutoff=0.7)
     return f" (did you mean {mark}{close[0]}?)" if close else ""
 
@@ -293,5 +292,5 @@ def texts(args_class: type[BaseArgs]) -> dict[str, tuple[type, str]]:
             if flag.arg_name in types:
                 owner, _ = found.get(flag.arg_name, (cls, ""))
                 found[flag.arg_name] = owner, " ".join(flag.description.split())
-    # A flag of a copied script may have no text.
+    # In a user's copy of a script, a flag may have no text.
     return found | {name: (args_class, "") for name in types if name not in found}

@@ -48,7 +48,7 @@ def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> st
         for file in files + (files_of(folder) if weights else []):
             if not file.is_file():
                 refuse_adapter(model, flag, folder)
-                trained = folder / "hf"  # of a run
+                trained = folder / "hf"  # if `folder` is that of a run
                 advice = f"; name the model in it, {trained}" if trained.is_dir() else ""
                 raise ValueError(f"the folder has no {file.name}{advice}")
         with named_errors("config.json"):
@@ -118,7 +118,7 @@ def local_folder(model: str) -> Path | None:
     if model in BUILT_IN_MODELS or repo_id.count("/") != 1:
         return None
     file = None
-    with contextlib.suppress(ValueError):  # no name of a repository
+    with contextlib.suppress(ValueError):  # not a valid name of a repository
         file = try_to_load_from_cache(repo_id, "config.json", revision=revision or None)
     return Path(file).parent if isinstance(file, str) else None
 

@@ -141,7 +141,7 @@ def model_on_meta(path: str, dtype: torch.dtype, scalar: bool) -> tuple[nn.Modul
         raise ValueError(f"{config.model_type} does not keep its blocks in `layers`")
     for parameter in hf.parameters():
         parameter.data = parameter.data.to(dtype)
-    return hf, get_model_conversion_mapping(hf)  # before shards change the names of classes
+    return hf, get_model_conversion_mapping(hf)  # it reads names of classes; FSDP changes them
 
 
 # ---- files -> shards ----
@@ -312,7 +312,7 @@ def named_errors(label: str, kind: type[BaseException] = BaseException) -> Itera
     try:
         yield
     except (torch.OutOfMemoryError, torch.distributed.DistError, KeyboardInterrupt, SystemExit):
-        raise  # the input is not at fault
+        raise  # not the fault of the input
     except kind as error:  # PyTorch's CheckpointException is not an Exception
         if is_lost_rank(error) or kind is ValueError and str(error).startswith("--"):
             raise

@@ -39,7 +39,7 @@ class PackedModel(nn.Module):
     needs_whole_sequences = False
     # The trace (extras/trace) sets it, to see the outputs of training and their gradients' scale.
     watch: Callable[[PackedBatch, Output, float], None] | None = None
-    forward_methods: tuple[str, ...] = ()  # FSDP gathers the root for them as for `forward`
+    forward_methods: tuple[str, ...] = ()  # for these, too, FSDP gathers the root
     is_averaged = True  # whether the last gradient was averaged over the copies of the model
     distils = False  # whether the loss compares every token with a teacher's distribution
 

@@ -169,8 +169,7 @@ def link(name: str, ranks: list[int], device: torch.device) -> dist.ProcessGroup
     return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
 
 
-# Words that travel in the ring. A word from 0 on is the number of a rank that has ended.
-STOP, FAREWELL = -1, -2
+STOP, FAREWELL = -1, -2  # words in the ring; a word from 0 on says that this rank has ended
 
 
 class Ring:

@@ -32,9 +32,9 @@ class ShotArgs:
     shots_split: str = "dev"
     """read the examples from this split of the data"""
     shots_by: str | None = None
-    """show examples whose value in this column is the prompt's, such as subject"""
+    """show only examples that have the prompt's value in this column, such as subject"""
     shot_template: str | None = None
-    """write an example as this text, with columns in braces"""
+    """write each example as this text, with columns of its row in braces"""
 
     @model_validator(mode="after")
     def _check_shots(self) -> Self:

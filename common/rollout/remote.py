@@ -93,7 +93,7 @@ class Channel:
                 self.link.recv([data], rank, 0).wait()
                 message = pickle.loads(data.numpy())
                 receive(message)
-        except Exception as error:  # a dead sender or a bug: if only this thread ended, all hang
+        except Exception as error:  # a dead sender or a bug; without this the run would hang
             process.fail_in_thread(error)
 
 
@@ -120,7 +120,7 @@ class RolloutRanks:
         self.on_complete = on_complete
         self.steps_ahead = args.max_staleness
         self.dtype = compute_dtype(args, policy.device)
-        self.rows: dict[int, dict] = {}  # prompts in flight that this rank will train on
+        self.rows: dict[int, dict] = {}  # by number, rows of prompts whose groups will come here
         self.arrived: dict[int, SampledGroup] = {}  # complete groups that no step has taken yet
         self.channel = Channel(self._receive)  # this waits until the rollout ranks have started
         self.link = weights_link(policy.device) if distributed.is_main() else None
@@ -181,7 +181,7 @@ class RolloutRanks:
                 ]
             order = SamplingOrder(requests, step, self.weights if is_new else [])
             for engine in distributed.rollout_ranks[:: self.args.tensor_parallel_size]:
-                self.channel.send(order, engine)  # `engine` is the first of its ranks
+                self.channel.send(order, engine)  # to the first rank of each engine
         if is_new:
             with meter.time("sync"):
                 for _, weight in whole_weights(self.policy, self.dtype):
@@ -189,8 +189,8 @@ class RolloutRanks:
                         self.link.broadcast(weight, 0).wait()
 
     def _receive(self, message: SampledGroup | None) -> None:
-        """Take a group: give it its data row, and pass it to `on_complete` at once, which starts
-        its rewards while the main thread still trains. Runs in the threads of the channel."""
+        """Take a group from a rollout rank: give it its data row, and start its rewards at once
+        (`on_complete`), while the main thread may still train. Runs in the channel's threads."""
         if message is not None:  # None: the last message
             row = self.rows.pop(message.group[0].number)
             for sequence in chain(*(completion.sequences for completion in message.group)):

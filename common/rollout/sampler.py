@@ -199,7 +199,9 @@ class ColocatedEngine:
             for number, group in self.episodes.generate(prompts, meter, stops):
                 self.on_complete(group)
                 groups[number] = group
-            keeps = self.engine.keeps_weights  # it sleeps to forget the prefixes of an evaluation
+            # An engine that keeps its weights sleeps too: this empties its prefix cache after an
+            # evaluation, as a resumed run starts with an empty one.
+            keeps = self.engine.keeps_weights
             if stops or self.shares_memory or keeps or not self.trains:
                 self.engine.sleep()
                 self.version = step if keeps else None

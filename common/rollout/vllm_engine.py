@@ -251,7 +251,7 @@ class VLLMEngine(Engine):
         """Set the variables that vLLM reads when it is imported."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        # hides warnings that vLLM prints while it is imported, such as no Triton on a CPU
+        # also hides warnings from before vLLM sets that level, such as no Triton on a CPU
         logging.getLogger("vllm").setLevel(logging.ERROR)
         if self.dtype == torch.float32:  # vLLM's attention would compute in tf32
             os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")

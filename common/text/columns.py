@@ -74,7 +74,7 @@ def choose_columns(flag: str, rows: Iterable[dict], choices: Sequence[Columns]) 
     for names, count in chain(*(own.items() for own in names_of.values())):
         if fitting := [columns for columns in usable if {*columns} <= {*names}]:
             votes[fitting[0]] += count
-    return max(usable, key=votes.__getitem__)  # the first of equals
+    return max(usable, key=votes.__getitem__)  # the first one if votes are equal
 
 
 def require_columns(
@@ -95,7 +95,7 @@ def require_all_read(
     name, unless the columns that are read contain its text."""
     parts = {*ASKED, *ANSWERED} - {*columns, *also_read}
     if columns in PROMPT_COLUMNS:
-        parts -= {*CONVERSATIONS, *ANSWERED}  # they have the answer
+        parts -= {*CONVERSATIONS, *ANSWERED}  # a script that samples need not read answers
     elif "chosen" in columns:
         parts -= {"completion"}
     lost: dict[str, str] = {}
@@ -142,6 +142,7 @@ def _stands_in(row: dict, name: str, columns: Columns) -> bool:
 
 
 def _is_in(words: str, text: str) -> bool:
+    """Return whether the text contains these words, not just parts of longer words."""
     start = text.find(words)
     while start >= 0:
         edges = text[start - 1 : start] + words[0], words[-1] + text[start + len(words) :][:1]
@@ -217,7 +218,7 @@ def require_old_names(data: str, rows: Iterable[dict], columns: Sequence[str]) -
         raise ValueError(f"{pair}: {data} has a column {ours[0]} already")
     if not missing:
         return
-    values: dict[str, object] = {}  # an example of each column
+    values: dict[str, object] = {}  # an example value of each column
     for row in rows:
         values |= {name: value for name, value in row.items() if values.get(name) is None}
         missing = {new: old for new, old in missing.items() if not _found(row, old)}

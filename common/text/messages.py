@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Annotated, Literal, NotRequired, Required
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
-from typing_extensions import TypedDict  # pydantic's, below Python 3.12
+from typing_extensions import TypedDict  # pydantic needs this one below Python 3.12
 
 from common.parallel.process import brief
 

@@ -94,7 +94,7 @@ class Thoughts:
 
 
 def before_last_turn(sample: Completion) -> list[int]:
-    """Return the ids in front of the model's last turn."""
+    """Return the ids before the model's last turn."""
     if sample.turns == 1:
         return sample.prompt_ids
     if sample.turn_start:
