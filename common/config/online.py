@@ -26,8 +26,8 @@ from common.config.flags import (
 )
 from common.config.groups import CHAT, BaseArgs, EvalSampleArgs, PrefixArgs, TrainArgs
 
-# How many requests an engine runs at the same time. More take memory: the float32 logits of these,
-# 156 MB with a vocabulary of 151,936, exist several times.
+# How many requests an engine runs at the same time. Their float32 logits, 156 MB with a vocabulary
+# of 151,936, exist several times in memory.
 SLOTS = 256
 # Shares of a GPU's memory.
 USABLE = 0.92  # plans may use this much; CUDA graphs and the allocator need the rest

@@ -1,7 +1,7 @@
 """`parse`, which every script calls first: reads the command line (with tyro), `--config FILE.yaml`
 and `--preset NAME`, and checks the flags (with pydantic). An error is one line.
 
-If a flag has several values, the last of these wins: the default, the default for the built-in
+If several places give a flag, the last of these wins: the default, the default for the built-in
 model, the preset, the file, the command line."""
 
 import contextlib

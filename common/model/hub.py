@@ -25,7 +25,7 @@ from common.parallel import distributed
 BESIDE_WEIGHTS = ["*.json", "*.jinja", "*.txt", "*.model"]  # config and tokenizer
 GENERATION_CONFIG = "generation_config.json"
 STATE = "state.json"  # a checkpoint of a run has this file
-MOST_CHARACTERS = 100  # that a tokenizer may make of one: a short row must not fill the memory
+MOST_CHARACTERS = 100  # a tokenizer may make so many of one character; more could fill the memory
 
 
 def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> str:

@@ -66,8 +66,8 @@ class PackedModel(nn.Module):
             is_frozen = not self.hf.get_input_embeddings().weight.requires_grad
             flops = 3 * flops - is_frozen * 2 * self.matrix_weights * len(tokens.targets_T)
             if hasattr(self, "set_requires_all_reduce"):  # FSDP2 shards it
-                # Hybrid sharding averages gradients over the copies once in a minibatch, at its
-                # last micro-batch. A tower averages at each: there may be no image in the last.
+                # Hybrid sharding averages gradients over the copies at the last micro-batch of a
+                # minibatch. With a tower, at each: there may be no image in the last one.
                 self.is_averaged = mb.is_last or self.images is not None
                 self.set_requires_all_reduce(self.is_averaged)
         self.flops += flops
@@ -167,7 +167,7 @@ def build_on_meta(
 ) -> tuple[PackedModel, Source]:  # fmt: skip
     """Build the model on meta: which weights are trained, in which dtype, what is recomputed."""
     # Weights that change are float32. Frozen ones, also those under adapters, have the compute
-    # dtype: FSDP would have to cast them before every forward.
+    # dtype: otherwise FSDP would cast them before every forward.
     changes = (trainable or moves) and not args.lora_rank
     dtype = torch.float32 if changes else compute_dtype(args, device)
     hf, rules = model_on_meta(path, dtype, kind is ScalarModel)
@@ -259,7 +259,7 @@ def load_reference(
     kind: type[Policy] = Policy, moves: bool = False,
 ) -> nn.Module:  # fmt: skip
     """Load the frozen reference from `path` (`--reference_model`), by default the model that the
-    policy starts from. With adapters, call this before a checkpoint is loaded: it copies them."""
+    policy starts from. With adapters it copies these: call it before loading a checkpoint."""
     if path is not None:
         return load_policy(
             path, args, device, False, "--reference_model", image_args=policy.image_args

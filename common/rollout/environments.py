@@ -7,8 +7,8 @@ constructor takes no arguments. Each episode gets its own object of the class:
 `--reward environment` is the sum of the rewards of the turns.
 
 An environment runs in a process of its own (common/workers/pool.py): if it hangs or dies, only its
-episode fails. The model's turns keep the tokens that were sampled. The environment's answers are
-put into token ids by the chat template, and the loss leaves them out."""
+episode fails. The model's turns keep the tokens that were sampled. An answer of the environment
+becomes the token ids that the chat template gives it, and is not trained."""
 
 import copy
 import sys

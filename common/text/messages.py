@@ -1,5 +1,5 @@
 """Read the columns of a row that hold text, messages, tools and calls: check them, and bring the
-many forms in which data sets write messages into one. The encoder and rewards call this."""
+many forms in which data sets write messages into one. Mostly the encoder calls this."""
 
 import contextlib
 import json
