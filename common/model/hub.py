@@ -226,9 +226,9 @@ def longest_sequence(path: str, args: ModelArgs, sequences: int = 1) -> Limit:
 
 
 def fit_max_length(args: TrainArgs, path: str, earlier: dict[str, Any]) -> TrainArgs:
-    """Return the flags with `--max_length` filled in. If it is not given, a resumed run keeps its
-    `earlier` one, and a new run takes 2048, or less if the model's context or a pack of the
-    sequences of a row is smaller. The flags need `LengthArgs`."""
+    """Return the flags, with `--max_length` of `LengthArgs` filled in. If it is not given, a
+    resumed run keeps the one in its `earlier` flags. A new run takes 2048, or less if the model's
+    context is shorter or the sequences of a row would not fit in a pack."""
     max_length = args.max_length or earlier.get("max_length")
     context, pack = model_limit(path), args.pack_limit
     if max_length is None:
