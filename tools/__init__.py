@@ -1,1 +1,1 @@
-"""Tools for runs, models and the project."""
+"""Programs for runs, models and the project's own pages."""

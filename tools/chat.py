@@ -5,9 +5,9 @@
         --template_kwargs enable_thinking=false
     echo 247+5= | python tools/chat.py --model runs/demo/grpo/hf
 
-Each line of the input is a turn. A model of plain text continues each line by itself. /reset starts
-over, /system TEXT does too, with another system prompt, /image FILE attaches an image to the next
-line, /quit or Ctrl-D ends, Ctrl-C stops an answer."""
+Each line of input is a turn of the conversation; a model of plain text continues each line by
+itself. /reset starts over. /system TEXT starts over with another system prompt. /image FILE
+attaches an image to the next line. /quit or Ctrl-D ends, Ctrl-C stops an answer."""
 
 import argparse
 import contextlib
@@ -44,11 +44,11 @@ COMMANDS = "the commands are /reset, /system TEXT, /image FILE and /quit"
 
 @dataclass(config=STRICT)
 class PromptArgs(ImageArgs, BaseArgs):
-    """Flags of the encoder of prompts, as in training"""
+    """Flags that the encoder of prompts reads, as in training"""
 
 
 class Printer(TextStreamer):
-    """Streamer that prints an answer without the tokens that end it, and keeps its text."""
+    """Prints an answer while it is generated, without the tokens that end it; keeps its text."""
 
     def __init__(self, tokenizer, ends: list[int]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -69,7 +69,7 @@ def note(text: str) -> None:
 
 
 def merge_adapter(model: nn.Module, folder: str) -> None:
-    """Merge the adapter in `folder`, of a run or of the PEFT library, into the model."""
+    """Merge the adapter in `folder` into the model. It may be of a run or of the PEFT library."""
     args = LoRAArgs(adapter=folder)
     linear = dict(model.named_modules())
     lora.add_adapters(model, args)
@@ -82,7 +82,7 @@ def merge_adapter(model: nn.Module, folder: str) -> None:
 
 
 def load(options: argparse.Namespace) -> tuple[nn.Module, Encoder, PromptArgs]:
-    """Return the model, and the encoder of its prompts with its flags."""
+    """Return the model, the encoder of its prompts, and the encoder's flags."""
     path = resolve_model(options.model)
     trained_on = fields_of(path, GENERATION_CONFIG).get("prompt_format")
     if options.prompt_format == "auto" and trained_on == "plain":
@@ -103,7 +103,7 @@ def load(options: argparse.Namespace) -> tuple[nn.Module, Encoder, PromptArgs]:
         merge_adapter(model, options.adapter)
     ends = eos_token_ids(path, tokenizer, options.prompt_format)
     sampling = dict(do_sample=True, temperature=options.temperature, top_k=0)
-    # As in training: without the top-k and penalties of the model's own file.
+    # As in training: the top-k and the penalties in the model's own file are not used.
     model.generation_config = GenerationConfig(
         eos_token_id=ends, pad_token_id=ends[0], **(sampling if options.temperature else {})
     )
@@ -112,7 +112,7 @@ def load(options: argparse.Namespace) -> tuple[nn.Module, Encoder, PromptArgs]:
 
 @torch.no_grad()
 def answer(model: nn.Module, encoder: Encoder, row: dict, max_new_tokens: int) -> str:
-    """Print the answer to the column `prompt`, text or messages, token by token. Return it."""
+    """Print the answer to the row's `prompt` token by token, and return it."""
     prompt = [*encoder.prompt(row, ("prompt",))]
     context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
     limit = min(max_new_tokens, context - len(prompt))
@@ -126,7 +126,7 @@ def answer(model: nn.Module, encoder: Encoder, row: dict, max_new_tokens: int) -
         reader = encoder.images.reader
         pixels = [reader.pixels(image.file, image.digest) for image in row["_images"]]
         inputs |= reader.generation_arguments(pixels, ids)
-        ends = [*ends, *reader.placeholder_ids]  # as in training: they have no image
+        ends = [*ends, *reader.placeholder_ids]  # as in training: an answer has no images
     inputs = {name: x.to(model.device) for name, x in inputs.items()}
     printer = Printer(encoder.tokenizer, ends)
     try:
@@ -170,7 +170,7 @@ def main() -> None:
         fail(one_line(error))
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    messages, images = [], []  # images: of the next line
+    messages, images = [], []  # images that belong to the next line
     while True:
         # Spaces at the end belong to a plain prompt.
         line = input("> " if sys.stdin.isatty() else "")

@@ -1,11 +1,11 @@
-"""Compare runs: curves with a band over seeds, and a table with intervals.
+"""Compare runs: curves with a band over seeds, and a table with confidence intervals.
 
     python tools/compare.py runs/a0 runs/a1 runs/a2 runs/b0 runs/b1 runs/b2
     python tools/compare.py runs/a* runs/b* --metrics eval/solved 'reward*' --last 20 --out ab.png
     python tools/compare.py runs/before runs/after     # of eval.py: paired by question
 
-Runs of one script, with one code, form a group if they differ only in the flags seed, output_dir
-and resume. Runs whose seed is repeated are separate groups. Curves and numbers of a group use the
+Runs of the same script and code form a group if they differ only in the flags seed, output_dir and
+resume; if a seed is repeated, each run is its own group. Curves and numbers of a group use the
 steps that all of its runs have. A metric that equals an earlier one in all runs is left out."""
 
 import fnmatch
@@ -54,8 +54,8 @@ def group_runs(runs: list[Run]) -> list[list[Run]]:
 
 
 def label_groups(groups: list[list[Run]]) -> list[str]:
-    """Return the flags in which the groups differ, at most 3; folders if flags do not tell the
-    groups apart."""
+    """Return a label for each group: the flags in which the groups differ, if there are at most 3
+    and they tell the groups apart; else folders."""
     flags = [{k: str(v) for k, v in group[0].flags.items() if k not in FREE} for group in groups]
     names = [k for k in dict.fromkeys(chain(*flags)) if len({of.get(k) for of in flags}) > 1]
     by_flags = [", ".join(f"{k} {of.get(k, '-')}" for k in names) for of in flags]
@@ -75,8 +75,8 @@ def shown_interval(values_R: np.ndarray) -> str:
 
 
 def difference(base: dict[str, float], other: dict[str, float]) -> str:
-    """Return the difference of the means of values by seed, with an interval if both groups have 2
-    seeds."""
+    """Return the difference between the means of two groups, given by seed, with an interval if
+    both have 2 seeds: a paired one for equal seeds, else Welch's."""
     a, b = np.array([*base.values()]), np.array([*other.values()])
     mean = b.mean() - a.mean()
     if min(len(a), len(b)) < 2:
@@ -93,7 +93,7 @@ def difference(base: dict[str, float], other: dict[str, float]) -> str:
 
 
 def rows_of(groups: list[list[Run]], labels: list[str], name: str, last: int) -> list[list[str]]:
-    """Return the rows of a metric, with a cell for each of `COLUMNS`."""
+    """Return the table's rows about one metric, with a cell for each of `COLUMNS`."""
     rows = []
     base: dict[str, float] = {}
     for label, group in zip(labels, groups, strict=True):
@@ -119,8 +119,8 @@ def rows_of(groups: list[list[Run]], labels: list[str], name: str, last: int) ->
 
 
 def solved_of(folder: Path) -> dict[str, dict[str, float]]:
-    """Return the fraction of solved completions of each question in a folder of eval.py, of greedy
-    and of sampled ones. Those without a reward (None) are left out."""
+    """Return the fraction of solved completions for each question in a folder of eval.py, once for
+    greedy and once for sampled completions. Those to which no reward applies are left out."""
     values: dict[str, dict[str, float]] = dict(greedy={}, sampled={})
     file = folder / "completions.jsonl"
     try:
@@ -140,13 +140,14 @@ def solved_of(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def bootstrapped(values: list[float]) -> tuple[str, str]:
-    """Return the mean over questions, and its 95% bootstrap interval as in eval.py."""
+    """Return a mean over questions and its 95% bootstrap interval, computed as in eval.py."""
     x = mean_and_interval(values, [1] * len(values), seed=0)
     return f"{x['mean']:.4g}", f"[{x['low']:.4g}, {x['high']:.4g}]"
 
 
 def rows_of_evaluations(folders: list[Path]) -> list[list[str]]:
-    """Return the rows of a table with a cell for each of `EVALUATION`, paired by question."""
+    """Return the table's rows about folders of eval.py, paired by question, a cell for each of
+    `EVALUATION`."""
     values = [solved_of(folder) for folder in folders]
     rows = []
     for kind in values[0]:
@@ -241,7 +242,7 @@ def main() -> None:
 
 
 def print_table(columns: Iterable[str], rows: list[list[str]], last: str) -> None:
-    """Print a table. A section ends with a row about `last`."""
+    """Print a table. Each row about `last` ends a section."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -1,11 +1,11 @@
-"""Reward of a judge behind an endpoint of chat completions, such as `vllm serve`. Copy it and
-change it (extras/judges/README.md).
+"""A reward that asks a chat model behind an endpoint, such as `vllm serve`, for a score. Copy it
+and change it (extras/judges/README.md).
 
     JUDGE_URL=http://localhost:8000/v1 JUDGE_MODEL=Qwen/Qwen3-8B JUDGE_RUBRIC='It is polite.' \\
         python grpo.py ... --reward tools/judge.py:judge --reward_timeout 300
 
-JUDGE_RUBRIC is the criterion of rows without a column `rubric`; JUDGE_KEY is the API key, if the
-endpoint needs one. The reward is the weighted mean of the scores of the criteria, from 0 to 1."""
+JUDGE_RUBRIC is the criterion for rows that have no column `rubric`. JUDGE_KEY is the API key, if
+the endpoint needs one. The reward, from 0 to 1, is the weighted mean of the criteria's scores."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 
 from common.rewards.answers import from_json, plain
 
-# May have columns of the row in braces too.
+# Other columns of the row may stand in braces, too.
 QUESTION = """\
 Prompt:
 {prompt}
@@ -37,7 +37,7 @@ IN_FLIGHT = asyncio.Semaphore(16)  # requests of a process
 
 @cache
 def client() -> AsyncOpenAI:
-    """Return the client of this process. It repeats a request after an error that may pass."""
+    """Return the client of this process. It repeats a request after a temporary error."""
     for name in ("JUDGE_URL", "JUDGE_MODEL"):
         if not os.environ.get(name):
             raise ValueError(f"{name} is not set; tools/judge.py needs it")
@@ -46,7 +46,7 @@ def client() -> AsyncOpenAI:
 
 
 def criteria_of(row: dict) -> list[tuple[str, float]]:
-    """Return the criteria of a row with their weights. Raises `ValueError` for a row without."""
+    """Return the criteria of a row with their weights. Raises `ValueError` if it has none."""
     rubric = from_json(row.get("rubric") or os.environ.get("JUDGE_RUBRIC") or [])
     criteria = []
     for one in rubric if isinstance(rubric, list) else [rubric]:
@@ -60,8 +60,7 @@ def criteria_of(row: dict) -> list[tuple[str, float]]:
 
 
 async def score(question: str) -> float:
-    """Return the score of the reply to a question, from 0 to 1. Raises `ValueError` for a reply
-    without one."""
+    """Return the score in a reply to a question, from 0 to 1. Raises `ValueError` without one."""
     messages = [dict(role="user", content=question)]
     async with IN_FLIGHT:
         reply = await client().chat.completions.create(
@@ -76,7 +75,7 @@ async def score(question: str) -> float:
 
 
 async def judge(completion: str, row: dict) -> float:
-    """Return the weighted mean of the scores of a completion."""
+    """Return the weighted mean of a completion's scores."""
     prompt = row.get("prompt") or row.get("question") or ""
     if isinstance(prompt, list):
         prompt = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
@@ -89,7 +88,7 @@ async def judge(completion: str, row: dict) -> float:
 
 
 def check(row: dict) -> None:
-    """Raise `ValueError` at the start for missing settings, or a row without criteria."""
+    """Raise `ValueError`, when a run starts, for missing settings or a row without criteria."""
     client()
     criteria_of(row)
 

@@ -70,7 +70,7 @@ SIZE = 32  # pixels of a picture, in both directions
 
 
 def write(name: str, folder: Path) -> None:
-    """Write the tokenizer and the model of a name."""
+    """Write the tokenizer and the model of this name."""
     tokenizer = build_tokenizer() if name != "tiny-images" else build_image_tokenizer()
     tokenizer.save_pretrained(folder)
     model = build_model(tokenizer) if name != "tiny-images" else build_image_model(tokenizer)
@@ -92,7 +92,7 @@ def write(name: str, folder: Path) -> None:
 
 
 def train(file: Path) -> None:
-    """Replace the weights of `tiny` by those after training."""
+    """Replace the weights of `tiny` in `file` by those after training."""
     with tempfile.TemporaryDirectory() as run:
         subprocess.run([sys.executable, *SFT, "--output_dir", run], cwd=ROOT, check=True)
         weights = load_file(Path(run, "hf", "model.safetensors"))
@@ -128,8 +128,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def build_image_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer of `tiny` with tokens of images. In its chat template, contents may be
-    parts."""
+    """Return the tokenizer of `tiny` with tokens of images; its chat template takes parts, too."""
     tokenizer = build_tokenizer()
     special = dict(extra_special_tokens=[*AROUND_IMAGES, IMAGE])
     tokenizer.add_special_tokens(special, replace_extra_special_tokens=False)
@@ -140,7 +139,7 @@ def build_image_tokenizer() -> PreTrainedTokenizerFast:
 
 def build_image_model(tokenizer: PreTrainedTokenizerFast) -> Idefics3ForConditionalGeneration:
     """Return a vision tower with 2 layers of width 64 and a language model with 4 of width 128.
-    Initial weights are larger than usual, with which a small model learns to count sooner."""
+    Initial weights are larger than usual: with them a small model learns to count sooner."""
     ends = ends_of(tokenizer)
     vision = dict(
         hidden_size=64,

@@ -1,11 +1,11 @@
-"""Make the pictures of the pages anew: `make pictures`.
+"""Draw the pictures of the pages again: `make pictures`.
 
     python tools/pictures.py             # all that have a maker here, in minutes on a CPU
     python tools/pictures.py ppo doctor  # these
 
-Each file keeps the words and metrics that it shows in text chunks; tests/tools/test_pictures.py
-compares them with the flags, files and metrics that exist. The pictures of ARCHIVED come from
-longer runs: what made them stands beside their names."""
+Each file also holds the words and metrics that it shows, as text. tests/tools/test_pictures.py
+compares them with the flags, files and metrics that exist. The pictures in ARCHIVED come from
+longer runs; what made them stands beside their names."""
 
 import io
 import json
@@ -60,7 +60,7 @@ INK, PALE = "#222222", "#eef2f6"
 
 
 def memory() -> Figure:
-    """GiB of each GPU that a launch needs, from extras/plan/table.py."""
+    """How many GiB of each GPU a launch needs, from extras/plan/table.py."""
     from extras.plan.launch import GPUS
     from extras.plan.memory import GIB
     from extras.plan.table import CARDS, METHODS, SIZES, needed
@@ -95,7 +95,7 @@ def memory() -> Figure:
 
 
 def planned(**flags: object):
-    """Return the launch of configs/qwen3_8b_grpo.yaml, with these flags, on 8 H100."""
+    """Return the plan of configs/qwen3_8b_grpo.yaml on 8 H100, with these flags changed."""
     from bench.recipes import launch_of
     from extras.plan.table import folder
 
@@ -104,7 +104,7 @@ def planned(**flags: object):
 
 
 def step() -> Figure:
-    """One step of grpo.py over time, with what runs and what lies on a GPU in each part."""
+    """One step of grpo.py over time: what runs in each part, and what lies on a GPU then."""
     from extras.plan.memory import GIB, total
 
     launch = planned()
@@ -161,7 +161,7 @@ def step() -> Figure:
 
 
 def asynchronous() -> Figure:
-    """Four training and four rollout ranks over time, by the plan's seconds of each part."""
+    """Four training and four rollout ranks over time, with the plan's seconds for each part."""
     figure, axes = plt.subplots(2, 1, figsize=(8.6, 2.9), sharex=True, layout="constrained")
     sync = 4  # seconds, for the eye
     for axis, staleness in zip(axes, (0, 1), strict=True):
@@ -226,7 +226,7 @@ def arrow(axis: Axes, start: tuple[float, float], end: tuple[float, float], text
 
 
 def scripts() -> Figure:
-    """Which script: five questions."""
+    """Which script to use: five questions."""
     questions = (
         ("Do you have answers to imitate?", "sft.py"),
         ("Do you have pairs of a better and a worse\nanswer, or answers marked good or bad?",
@@ -258,10 +258,10 @@ def scripts() -> Figure:
 
 
 def pieces(messages: list[dict], template: Path, **row: object) -> Iterator[list[tuple[str, bool]]]:
-    """Yield each sequence that sft.py makes of a conversation: texts, and whether they are
-    trained. The tokens are those of the built-in model and the template's own."""
+    """Yield each sequence that sft.py makes of a conversation, as pieces of text and whether they
+    are trained. The tokens are those of the built-in model and the template's own."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model())
-    tokenizer.name_or_path = ""  # with further tokens it is not the model's
+    tokenizer.name_or_path = ""  # with more tokens it is no longer that model's
     tokenizer.add_tokens(
         "<|im_start|> <|im_end|> <think> </think> <tool_call> </tool_call>".split()
     )
@@ -277,7 +277,7 @@ def pieces(messages: list[dict], template: Path, **row: object) -> Iterator[list
 def write_pieces(
     axis: Axes, x: float, y: float, spans: list[tuple[str, bool]], columns: int
 ) -> float:
-    """Write a sequence in lines of at most so many characters, trained ones on green; return the
+    """Write a sequence in lines of at most `columns` characters, trained ones on green. Return the
     height below it."""
     wide, high = 0.0635, 0.155  # of a character at this size
     column = 0
@@ -327,7 +327,7 @@ def chat_row() -> Figure:
 
 
 def row_path() -> Figure:
-    """The path of a row of data to the forward pass of sft.py, with the module of each part."""
+    """How a row of data gets to the forward pass of sft.py, with the module of each part."""
     parts = (
         ("files", "text/files.py", "jsonl, parquet,\na Hub id"),
         ("rows", "text/rows.py", "objects"),
@@ -362,7 +362,7 @@ def row_path() -> Figure:
 
 
 def ppo() -> Figure:
-    """PPO's parts on one completion; advantages are those of `gae`."""
+    """The parts of PPO on one completion. `gae` computes the advantages."""
     tokens = ["so", "12", "+", "7", "=", "19", "<eos>"]
     kl = torch.tensor([0.1, 0.0, 0.2, 0.1, 0.0, 0.3, 0.0])
     values = torch.tensor([0.3, 0.4, 0.4, 0.5, 0.6, 0.8, 0.9])
@@ -400,7 +400,7 @@ def shared_prefix() -> Figure:
     """Which keys each computed token reads when three sequences share prefixes."""
     sequences, starts = ("PPPPPxaycc", "PPPPPxayddd", "PPPPPxbb"), (0, 7, 5)
     stream = [(k, t) for k, each in enumerate(sequences) for t in range(starts[k], len(each))]
-    common = {(1, 0): 7, (2, 0): 5, (2, 1): 5}  # tokens that are read from an earlier sequence
+    common = {(1, 0): 7, (2, 0): 5, (2, 1): 5}  # how many tokens are read from an earlier sequence
     colours = {0: (0.62, 0.77, 0.88), 1: (0.66, 0.85, 0.66), 2: (0.96, 0.80, 0.58)}
     picture = torch.full((len(stream), len(stream), 3), 0.96)
     for row, (k, t) in enumerate(stream):
@@ -450,8 +450,8 @@ SICK = {  # rule of the doctor -> the metric it names, its curve when sick and w
 
 
 def sketch(ends: tuple[float, float], seed: int, count: int = 40) -> list[float]:
-    """Return a noisy curve from the first number to the second, NaN from the middle on if that is
-    one."""
+    """Return a noisy curve from the first number to the second; its second half is NaN if that
+    is."""
     first, last = ends
     draw = torch.Generator().manual_seed(seed)
     if last != last:
@@ -493,7 +493,7 @@ def doctor() -> Figure:
 
 
 def demo() -> Path:
-    """Return the folder of the demo's runs, which are made unless they are there."""
+    """Return the folder of the demo's runs. Run the demo first if it is not there."""
     if not (ROOT / "runs/demo/grpo/hf").is_dir():
         subprocess.run([sys.executable, "demo.py"], cwd=ROOT, check=True)
     return ROOT / "runs/demo"
@@ -512,7 +512,7 @@ def demo_curves() -> Image.Image:
 
 
 def shown_run(run: Path, copy: Path) -> Path:
-    """Copy a run with the last of its traces that begins with a group half right."""
+    """Copy a run with only one trace: the last one whose first group is about half right."""
     from extras.trace.file import read
 
     for file in sorted(run.glob("trace/*.gz")):
@@ -526,7 +526,7 @@ def shown_run(run: Path, copy: Path) -> Path:
 
 
 def view() -> Image.Image:
-    """The viewer on the demo's run, photographed by Chromium."""
+    """The viewer's page about the demo's run, photographed by Chromium."""
     from extras.trace.view import collect, page
 
     browser = shutil.which("chromium") or shutil.which("google-chrome")
@@ -562,7 +562,7 @@ MADE: dict[str, tuple[str, Maker, Sequence[str]]] = {  # page, maker, metrics sh
 
 
 def words_of(made: Figure | Image.Image) -> list[str]:
-    """Return the texts of a figure."""
+    """Return the texts in a figure."""
     if isinstance(made, Image.Image):
         return []
     texts = (text.get_text() for text in made.findobj(Text))
@@ -570,7 +570,7 @@ def words_of(made: Figure | Image.Image) -> list[str]:
 
 
 def save(made: Figure | Image.Image, file: Path, metrics: Sequence[str]) -> None:
-    """Write a small file, with the words and the metrics of the picture in it."""
+    """Write the picture as a small file that also holds its words and metrics."""
     about = PngInfo()
     about.add_itxt("words", json.dumps(words_of(made)))
     about.add_itxt("metrics", json.dumps([*metrics]))

@@ -1,10 +1,11 @@
-"""Swap chosen and rejected where a reward model prefers the rejected side.
+"""Swap chosen and rejected in pairs where a reward model prefers the rejected side.
 
     torchrun --nproc_per_node 4 tools/relabel.py --model runs/rm/hf --dataset pairs.jsonl \\
         --output_dir runs/relabelled
 
 It takes the flags of rm.py for model and data, prints how often the model agrees with the pairs,
-and writes <output_dir>/relabelled.jsonl. A swapped pair has the margin 0, if there are margins."""
+and writes <output_dir>/relabelled.jsonl. If pairs have margins, that of a swapped pair becomes
+0."""
 
 import json
 import sys
@@ -29,7 +30,7 @@ from rm import Args, encode_row
 
 
 def json_line(row: dict) -> str:
-    """Return the row's own columns as a line."""
+    """Return the row as a line of JSON, without columns that onefile added."""
     columns = {name: x for name, x in row.items() if name not in OUR_COLUMNS}
     return json.dumps(columns, ensure_ascii=False) + "\n"
 
