@@ -1,4 +1,4 @@
-"""An agent for `--agent` (extras/agents/README.md): it plays the calculator of `--environment
+"""An agent for `--agent` (extras/agents/README.md) that plays the calculator of `--environment
 calculator`, with the same prompts and answers.
 
     torchrun --nproc_per_node 2 grpo.py --config configs/calculator_agent.yaml

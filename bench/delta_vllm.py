@@ -1,8 +1,9 @@
-"""vLLM's class of Qwen3.5 on a CPU in float32, as the other side of a comparison.
+"""Makes vLLM's class of Qwen3.5 run on a CPU in float32, so that bench/models.py can compare with
+it.
 
-vLLM 0.32 imports torchvision for it, which has no build beside a CPU torch, and its CPU kernel of
-gated delta nets takes only bfloat16. `prepare` puts an empty torchvision on the path, and torch
-code in the kernel's place; everything around it, with the cache of states, is vLLM's."""
+vLLM 0.32 imports torchvision for this class, and there is no build of it for a CPU torch; and its
+CPU kernel of gated delta nets takes only bfloat16. `prepare` puts an empty torchvision on the path
+and torch code in the kernel's place. Everything around it, with the cache of states, is vLLM's."""
 
 import os
 import sys
@@ -28,7 +29,7 @@ EMPTY = {
 
 
 def prepare() -> None:
-    """Make vLLM able to run gated delta nets here. Call before it is imported."""
+    """Make vLLM able to run gated delta nets here. Call this before vLLM is imported."""
     folder = Path(tempfile.mkdtemp())
     for name, text in EMPTY.items():
         file = folder / name
@@ -45,7 +46,8 @@ def prepare() -> None:
 
 
 def core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name) -> None:
-    """vLLM's operation: convolution and recurrence of all requests, from and to their states."""
+    """Takes the place of vLLM's operation: the convolution and the recurrence of all requests,
+    which read and write their states."""
     import vllm.model_executor.layers.mamba.ops.cpu.gdn_attention as kernel
 
     context = kernel.get_forward_context()
@@ -69,7 +71,7 @@ def core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_n
 
 
 def advance(layer, states: tuple[Tensor, Tensor], x: Tensor, b: Tensor, a: Tensor) -> Tensor:
-    """Return the outputs of a request's next tokens, and change its states."""
+    """Return the outputs of a request's next tokens, and update its states."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
     window, memory = states

@@ -1,12 +1,12 @@
-"""Break runs in every way that a machine, a user or an attacker does, and check what they leave.
+"""Break runs in every way that a machine, a user or an attacker might, and check what they leave.
 
     python bench/faults.py --seed 0 --minutes 30                 all kinds, cases drawn by the seed
     python bench/faults.py --kinds disk powercut --minutes 60
     python bench/faults.py --seed 0 --only fuzz/CASE             one case again
 
-Prints a line of JSON per case, with what is wrong or null, and a table. The exit code is 1 if any
-case failed. Kinds that a machine does not allow are skipped with a reason. docs/launch.md has
-the promises and the results."""
+Prints a line of JSON for each case, with what is wrong or null, and then a table. The exit code is
+1 if any case failed. A kind that this machine does not allow is skipped, with the reason.
+docs/launch.md has the promises and the results."""
 
 import argparse
 import json

@@ -91,7 +91,7 @@ def synchronize() -> None:
 
 
 def reset_peak(device: str) -> int:
-    """Reset the peak and return the bytes in use."""
+    """Reset the peak of memory, and return the bytes in use."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
@@ -135,8 +135,8 @@ def row(
 
 
 def there_and_back(name, size, dtype, forward, inputs, flop, flags, device) -> list[dict]:
-    """Return rows for forward and for backward. The backward time is forward and backward minus
-    forward."""
+    """Return a row for forward and one for backward. Backward is not timed alone: its time is that
+    of both minus that of forward."""
     gradient = torch.randn_like(forward())
     one = seconds(forward, flags.rounds)
     start = reset_peak(device.type)
@@ -177,7 +177,7 @@ def one_pack(flags, vocabulary: int, device) -> PackedBatch:
 
 
 def attention_flop(mb: PackedBatch, heads: int, head_dim: int) -> int:
-    """Return the operations of one layer's forward pass."""
+    """Return the operations of one layer's attention in a forward."""
     lengths = [end - begin for begin, end in zip(mb.offsets, mb.offsets[1:], strict=False)]
     return sum(2 * heads * head_dim * length**2 for length in lengths)
 
@@ -301,7 +301,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def measure(flags) -> None:
-    """Measure one part in this process and print its rows as JSON on the last line."""
+    """Measure one part in this process. Print its rows as JSON on the last line."""
     device, *_ = distributed.setup(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # as --dtype auto
     if flags.only in MICRO_BATCHES:

@@ -2,8 +2,8 @@
 
     python bench/gpu_report.py --tests 'ranks or logprobs' --bench '--layers 8'
 
-The report replaces the previous one, between two marks in the page. It has the results of the tests
-also if bench/gpu.py fails. ONEFILE_GPU_TESTS_ON_CPU=1 tries it on a CPU."""
+The report replaces the previous one, between two marks in the page. If bench/gpu.py fails, it still
+has the results of the tests. ONEFILE_GPU_TESTS_ON_CPU=1 runs all of it on a CPU, as a trial."""
 
 import argparse
 import os
@@ -23,7 +23,7 @@ BEGIN, END = "<!-- report of make gpu-report -->\n", "<!-- end of the report -->
 
 
 def facts() -> str:
-    """Return the date, the commit, the devices and the versions."""
+    """Return the date, the commit, the devices and the versions, as a line."""
     status = subprocess.run(
         ["git", "status", "--porcelain", "-uno"], cwd=ROOT, capture_output=True, text=True
     ).stdout

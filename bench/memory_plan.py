@@ -1,11 +1,12 @@
-"""Compare `extras/plan/memory.py` to a training step on fake tensors (docs/memory.md).
+"""Compare the memory that extras/plan/memory.py predicts with a training step on fake tensors
+(docs/memory.md).
 
     python bench/memory_plan.py 1.7B 8B 32B
 
-It runs forward and backward of the sharded model as the scripts do, with shapes and without
-numbers: fake tensors, a fake process group of `--ranks`, and torch's own tracker of FSDP2's memory.
-It replaces two parts whose CPU versions differ from CUDA's. Attention keeps the same tensors as
-FlashAttention, and the product of two bfloat16 matrices has a float32 result. `--layers` makes the
+It runs forward and backward of the sharded model as the scripts do, but tensors only have shapes:
+it uses torch's fake tensors, a fake process group of `--ranks`, and torch's tracker of FSDP2's
+memory. Two parts whose CPU versions differ from CUDA's are replaced: attention keeps the same
+tensors as FlashAttention, and the product of two bfloat16 matrices is float32. `--layers` makes the
 models shorter."""
 
 import argparse
@@ -31,7 +32,7 @@ from extras.plan.memory import GIB, keep_activations, num_weights, training_peak
 from extras.plan.table import SHAPES as CONFIGS
 from extras.plan.table import qwen3
 
-# For the test: fixed parts dominate.
+# Small models for the test, in which parts of a fixed size dominate.
 TIED = qwen3(512, 1536, 3, 8, tied=True, vocab_size=32000, head_dim=64, num_key_value_heads=4)
 UNTIED = qwen3(1024, 4096, 3, 16, vocab_size=8000, head_dim=64, num_key_value_heads=4)
 SMALL = dict(tied=TIED, untied=UNTIED, context=UNTIED, distilled=TIED, nf4=UNTIED)
@@ -90,9 +91,9 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
 def measured(
     policy: Policy, teacher: Policy | None, tokens: int, ranks: int, kept: int, splits: bool
 ) -> float:  # fmt: skip
-    """Return the bytes at the peak of forward and backward of one micro-batch, without Adam's
-    moments. `kept`: blocks that keep their activations; `splits`: whether all ranks share the pack,
-    as with `--context_ranks`."""
+    """Return the bytes at the peak of one micro-batch's forward and backward, without Adam's
+    moments. `kept`: blocks that keep activations; `splits`: all ranks share the pack
+    (`--context_ranks`)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
@@ -124,7 +125,7 @@ def measured(
 
 
 def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> float:
-    """Print one line per model and return the largest relative difference."""
+    """Print a line for each model. Return the largest relative difference."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

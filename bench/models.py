@@ -2,16 +2,15 @@
 
     OMP_NUM_THREADS=1 python bench/models.py    # on CPU; --only NAME ...
 
-The tensors of a checkpoint have the names of the hub and random values everywhere (norms and biases
-too). Sequences are longer than the sliding window, if there is one. Per architecture:
-- forward: log-probs of all targets in packs that compute a common prefix once, compared to
-  transformers' own attention (eager) on padded, masked rows;
-- gradient: the gradient of the sum of these log-probs for all parameters; largest difference over
-  largest gradient;
-- vLLM: log-probs of vLLM's samples at temperature 0.7, compared to the trainer's. The weights come
-  from the trainer and changed since loading. This needs a separate process, because vLLM starts
-  once per process;
-- export: logits of `hf/`, opened by transformers, compared to those of the checkpoint.
+The tensors of a checkpoint have their names on the hub, and random values everywhere (norms and
+biases too). Sequences are longer than the sliding window, if there is one. For each architecture:
+- forward: log-probs of all targets, in packs that compute a common prefix once, are compared with
+  those of transformers' own attention (eager) on padded, masked rows;
+- gradient: the gradient of the sum of these log-probs is compared, too, over all parameters; the
+  number is the largest difference over the largest gradient;
+- vLLM: log-probs of vLLM's samples at temperature 0.7 are compared with the trainer's, after vLLM
+  has got new weights from it. vLLM starts once per process, so this takes a separate process;
+- export: logits of `hf/`, opened by transformers, are compared with those of the checkpoint.
 """
 
 import argparse
@@ -48,7 +47,7 @@ from common.rollout.weights import sync_weights, whole_weights
 from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import export_hf
 
-OUTSIDE = dict(os.environ)  # before this process becomes a rank
+OUTSIDE = dict(os.environ)  # for child processes: this process becomes a rank
 VOCABULARY, WINDOW = 384, 16
 LENGTHS = (18, 41, 41, 6, 64, 2)  # two are equal: attention takes them as one batch
 ROPE = dict(rope_type="default", rope_theta=10000.0)
@@ -71,7 +70,7 @@ QWEN_VISION = dict(
 
 
 def with_images(kind: str, vision: dict, **text) -> dict:
-    """Return the config of a model of images and text with a small vision tower."""
+    """Return the config of a model of images and text, with a small vision tower."""
     tower = dict(
         model_type=kind, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=2, patch_size=14,
@@ -82,7 +81,7 @@ def with_images(kind: str, vision: dict, **text) -> dict:
     )  # fmt: skip
 
 
-# Every feature beyond Llama is on, with values that have an effect.
+# Every feature beyond Llama's is on, with a value that has an effect.
 ARCHITECTURES: dict[str, dict] = dict(
     llama=dict(
         rope_parameters=dict(
@@ -189,8 +188,8 @@ ARGS = Args(dtype="float32", max_new_tokens=24, engine="vllm")
 
 
 def checkpoint(model_type: str, folder: Path, file_size: str = "1GB") -> str:
-    """Write a tiny random checkpoint, float32, with the tokenizer of `tiny`, and return its folder.
-    Weights are in files of at most `file_size`."""
+    """Write a tiny random checkpoint in float32, with the tokenizer of `tiny`, and return its
+    folder. A file of weights has at most `file_size`."""
     fields = ARCHITECTURES[model_type]
     has_images = "text_config" in fields
     config = AutoConfig.for_model(model_type, **fields if has_images else SIZES | fields)
@@ -214,8 +213,8 @@ def rows() -> list[list[int]]:
 
 
 def packed(policy: Policy, device: torch.device) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the log-probs of each row's targets, in the order of `rows`, and the gradient of their
-    sum."""
+    """Return the log-probs of each row's targets, in the order of `rows`, and their sum's
+    gradient."""
     logprobs: dict[tuple[int, ...], Tensor] = {}
     group = [Sample(ids, [True] * len(ids)) for ids in rows()]
     for mb in pack_groups([group], 100, device, policy.share_prefix, together=False):
@@ -233,8 +232,7 @@ def packed(policy: Policy, device: torch.device) -> tuple[list[Tensor], dict[str
 
 
 def padded(path: str, device: torch.device) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the same from transformers alone, with rows padded on the right to one length, and a
-    mask."""
+    """Return the same from transformers alone: rows padded on the right to one length, a mask."""
     model = open_model(path, torch.float32, attn_implementation="eager").to(device)
     ids = torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(row) for row in rows()], batch_first=True
@@ -251,7 +249,7 @@ def padded(path: str, device: torch.device) -> tuple[list[Tensor], dict[str, Ten
 
 def against_transformers(path: str, policy: Policy, device: torch.device) -> tuple[float, float]:
     """Return the largest difference of a log-prob, in nats, and of the gradient, relative to its
-    maximum."""
+    largest."""
     (ours, our_gradient), (theirs, gradient) = packed(policy, device), padded(path, device)
     forward = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
     assert torch.cat(theirs).std() > 0.3, "log-probs are too uniform for a comparison"
@@ -301,7 +299,7 @@ def against_vllm(path: str, device: torch.device) -> float:
 
 
 def in_own_process(model_type: str) -> float | str:
-    """Run `against_vllm` in its own process and return its result, or vLLM's error."""
+    """Run `against_vllm` in a process of its own. Return its result, or vLLM's error."""
     done = subprocess.run(
         [sys.executable, __file__, "--vllm", model_type],
         capture_output=True,
@@ -315,7 +313,7 @@ def in_own_process(model_type: str) -> float | str:
 
 
 def measure(model_type: str, folder: Path, device: torch.device) -> dict[str, float | str]:
-    """Return `forward`, `gradient` and `export`, or `refused` with the error message."""
+    """Return `forward`, `gradient` and `export`, or `refused` with the message why."""
     path = checkpoint(model_type, folder / "checkpoint", "200KB")
     try:
         policy = load_policy(path, ARGS, device)
@@ -327,7 +325,7 @@ def measure(model_type: str, folder: Path, device: torch.device) -> dict[str, fl
 
 
 def row(model_type: str, found: dict[str, float | str]) -> str:
-    """Return a line of the table."""
+    """Return a line of the table in docs/models.md."""
     name = f"| `{model_type}` |"
     if "refused" in found:
         return f"{name} no: {found['refused']} | | | |"

@@ -10,8 +10,8 @@ GPU, as a table.
 Both sides train a Qwen3 of 3.2M parameters with random weights, written by this program, on the
 same GSM8K rows in the same order. A step has 16 rows (pairs: the answer, and that of another
 question), float32, AdamW (fused), no gradient checkpointing. For grpo it has 16 prompts x 16
-completions of 64 tokens and one update. `--lengths P C`: prompts of P and completions of C tokens
-in the mean, cut from the joined rows; every length is drawn from half to one and a half of that.
+completions of 64 tokens and one update. `--lengths P C`: prompts have P and completions C tokens on
+average, cut from the joined rows; a length is drawn between half and one and a half of that.
 The tokens of every step are counted on both sides and must be equal, for grpo to 0.1%. Every run is
 a separate launch, and the launches take turns:
 - ours, 2 ranks: `torchrun --nproc_per_node 2 sft.py ...`, one thread each; ours, 2 threads: one
@@ -23,9 +23,9 @@ a separate launch, and the launches take turns:
 
 TRL's packing and padding-free modes need FlashAttention, which no CPU has. Without it, sequences of
 a pack would attend to each other, or (sft) attention is quadratic in the pack. This version of TRL
-disables it for dpo and lacks it for rm and grpo. DPO's reference log-probs are computed before
-training on both sides and are not timed. TRL's grpo samples with `model.generate`, because a vLLM
-server does not run here. The table has the fraction of a step that each side samples.
+disables these modes for dpo, and has none for rm and grpo. DPO's reference log-probs are computed
+before training on both sides and are not timed. TRL's grpo samples with `model.generate`, because a
+vLLM server does not run here. The table has the fraction of a step that each side samples.
 
 With a GPU (`--gpu`) the model is a Qwen3 of 0.6B parameters with a vocabulary of 151,936. A step
 has 64 rows (pairs), and completions have 256 tokens. Weights and moments are float32, the compute
@@ -76,13 +76,13 @@ def new_tokens(flags) -> int:
 
 
 def batch_size(script: str, flags) -> int:
-    """Return the rows, pairs or prompts of a step."""
+    """Return the number of rows, pairs or prompts of a step."""
     return flags.batch_size or (64 if flags.gpu and script != "grpo" else 16)
 
 
 def write_model(folder: Path, gpu: bool) -> None:
-    """Write a Qwen3 that never ends a completion: a constant in the stream keeps the logits of EOS
-    tokens low."""
+    """Write a Qwen3 that practically never ends a completion: a constant in the residual stream
+    keeps the logits of EOS tokens low."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -104,7 +104,7 @@ def write_model(folder: Path, gpu: bool) -> None:
             vocab_size=151_936,
         )
     torch.manual_seed(0)
-    with torch.device("cuda" if gpu else "cpu"):  # a single core needs minutes
+    with torch.device("cuda" if gpu else "cpu"):  # on one core the larger one takes minutes
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny, **width))
     with torch.no_grad():
         embedding_VD = model.get_input_embeddings().weight
@@ -149,8 +149,8 @@ def write_rows(dataset: str, folder: Path, count: int, lengths: list[int] | None
 
 
 def characters(completion: str, row: dict) -> float:
-    """The reward of both sides, which a random model can climb: the fraction of the answer's
-    characters at their position."""
+    """The reward of both sides, which even a random model can improve: the fraction of the answer's
+    characters that are right at their position."""
     right = sum(a == b for a, b in zip(completion, row["answer"], strict=False))
     return right / max(len(completion), len(row["answer"]), 1)
 
@@ -176,7 +176,7 @@ def our_command(script: str, folder: Path, flags) -> list[str]:
 
 
 def train_with_trl(script: str, folder: Path, flags) -> None:
-    """Run TRL's trainer in this process. Each step prints the tokens so far and the seconds of
+    """Run TRL's trainer in this process. Each step prints the tokens so far and the time of
     sampling."""
     import torch
     import trl
@@ -274,13 +274,12 @@ def train_with_trl(script: str, folder: Path, flags) -> None:
 
 
 def sides(flags) -> dict[str, int]:
-    """Return the sides to compare and the number of ranks of each."""
+    """Return the sides to compare, with their numbers of ranks."""
     return GPU_SIDES if flags.gpu else SIDES
 
 
 def run(script: str, side: str, folder: Path, flags) -> list[dict]:
-    """Launch one run and return seconds, tokens and seconds of sampling of each step except the
-    first."""
+    """Launch one run. Return seconds, tokens and seconds of sampling of each step but the first."""
     ranks, ours = sides(flags)[side], side.startswith("ours")
     command = our_command(script, folder, flags)
     if ranks == 1 and not flags.gpu:
@@ -333,8 +332,8 @@ def run(script: str, side: str, folder: Path, flags) -> list[dict]:
 
 
 def table(results: dict[str, dict[str, list[dict]]], known: list[str]) -> str:
-    """Return a Markdown table: tokens per second of every side, and of our faster launch relative
-    to each of TRL's."""
+    """Return a Markdown table: the tokens per second of every side, and how much faster our faster
+    launch is than each of TRL's."""
     known = [side for side in known if all(side in of_side for of_side in results.values())]
     theirs = [side for side in known if side.startswith("TRL")]
     header = [

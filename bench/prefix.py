@@ -5,13 +5,13 @@ Markdown tables.
     python bench/prefix.py time memory --device cuda
 
 A Qwen3 of 2.5M parameters (4 layers, width 256; on CUDA 0.6B parameters in bfloat16) computes one
-pack of groups of random tokens: P tokens of a prompt, C of a completion, G completions. Ragged:
-completions of 0.4 C to 1.6 C tokens.
-- time: a round times a step without and a step with shared prefixes. Medians of the rounds, and of
-  their ratios.
-- memory: the largest sum of live tensors beside weights and gradients, activations kept and
+pack of groups of random tokens: G completions of C tokens after a prompt of P tokens. Ragged:
+completions have 0.4 C to 1.6 C tokens.
+- time: a round times a step without and a step with shared prefixes. The table has medians over the
+  rounds, also of their ratios.
+- memory: the largest sum of live tensors beside weights and gradients, with activations kept and
   recomputed.
-- shortest: the same ratio for short prompts, to choose the default of `--share_prefix`.
+- shortest: the ratio of times for short prompts, to choose the default of `--share_prefix`.
 """
 
 import argparse
@@ -109,8 +109,8 @@ def seconds(policy: Policy, packs: list[PackedBatch]) -> float:
 
 
 def compare(policy: Policy, case: Case, rounds: int) -> tuple[list[int], float, float, list[float]]:
-    """Return the tokens without and with, the median seconds of each, and the sorted ratios of the
-    rounds."""
+    """Return the tokens without and with shared prefixes, the median seconds of each, and the
+    ratios of all rounds, sorted."""
     both = both_packs(case, next(policy.parameters()).device)
     for packs in both:  # warm up
         seconds(policy, packs)
@@ -184,7 +184,7 @@ class PeakOfTensors(TorchDispatchMode):
 
 
 def peak(policy: Policy, packs: list[PackedBatch]) -> float:
-    """Return the peak of live tensors in a step, without weights and gradients."""
+    """Return the peak of live tensors in a step, except weights and gradients."""
     for parameter in policy.parameters():
         parameter.grad = torch.zeros_like(parameter)
     gc.collect()

@@ -1,5 +1,5 @@
-"""Print the planned columns of configs/README.md: memory and time of the recipes for Qwen3 as
-`--dry_run` predicts them, by arithmetic alone, for prompts of 200 tokens and rows of full length.
+"""Print the planned columns of configs/README.md: memory and time of the recipes for Qwen3, by the
+arithmetic of `--dry_run`, for prompts of 200 tokens and rows of full length.
 
     python bench/recipes.py
 """
@@ -32,15 +32,15 @@ SIZES = {
 RECIPES = sorted(path.stem for path in ROOT.glob("configs/qwen3_[0-9]*.yaml"))
 if not has_extra("quantized"):
     RECIPES = [name for name in RECIPES if not name.endswith("_nf4")]
-# How often a step runs the trained models on all sequences before it updates them, in scripts that
-# need more or less than the old log-probs of later minibatches.
+# How often a step runs the trained models on all sequences before it updates them, in scripts where
+# this differs from the old log-probs of later minibatches.
 OWN_FORWARDS = dict(ppo=2, rloo=1, reinforce=1, online_dpo=0, bok=0, self_distill=0)
 KINDS = dict(distill=Student, self_distill=OwnTeacher)
 PROMPT = 200  # tokens
 
 
 def launch_of(recipe: str, folders: dict[str, str]) -> Launch:
-    """Return the launch of a recipe. `folders`: of the models in SIZES."""
+    """Return the launch of a recipe. `folders`: folders of the models in SIZES."""
     path = ROOT / f"configs/{recipe}.yaml"
     command = re.search(r"torchrun --nproc_per_node (\d+) (\w+)\.py", path.read_text())
     gpus, name = int(command[1]), command[2]
@@ -74,8 +74,7 @@ def launch_of(recipe: str, folders: dict[str, str]) -> Launch:
 
 
 def rows() -> Iterator[tuple[str, str]]:
-    """Yield each recipe and its planned cells: GPUs, memory of each, sequences and time of a
-    step."""
+    """Yield each recipe and its planned cells: GPUs, memory of each, sequences, time of a step."""
     with tempfile.TemporaryDirectory() as models:
         folders = {name: f"{models}/{i}_{size}" for i, (name, size) in enumerate(SIZES.items())}
         for name, folder in folders.items():

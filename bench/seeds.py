@@ -42,7 +42,8 @@ PRESET_FLAGS = (
 
 
 def launch(folder: Path, script: str, *flags: str, root: Path = ROOT) -> float:
-    """Run the code in `root` once, keep the seconds in the run's folder, and return them."""
+    """Run a script of the code in `root`, unless it has run. Return its seconds, which its folder
+    keeps."""
     kept = folder / "seconds"
     if not kept.is_file():
         torchrun = [
@@ -75,7 +76,7 @@ def imitate(task: str, seed: int, *flags: str) -> tuple[Path, float]:
 
 
 def draw_both_scores(runs: dict[str, list[Path]], picture: Path) -> None:
-    """Draw the reward model's score of the greedy answers, and the fraction of right ones."""
+    """Draw the reward model's score of the greedy answers, and the fraction that is right."""
     import matplotlib
 
     matplotlib.use("Agg")
