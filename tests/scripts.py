@@ -1,5 +1,5 @@
-"""The project's scripts. Each has a page; a user's copy beside them has none, and no test of the
-project looks at it."""
+"""The names of the project's scripts: those with a page in docs/. A user may have copies beside
+them under other names, and no test of the project looks at these."""
 
 import dataclasses
 import importlib

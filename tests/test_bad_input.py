@@ -1,7 +1,6 @@
-"""Bad input gives one line that starts with `error: ` and names the flag, the file, the row or the
-column; exit code 2.
-
-The tests of common/ cover its errors; this file covers the scripts and the output of whole runs."""
+"""Bad input ends a script with exit code 2 and one line. It starts with `error: ` and names the
+flag, the file, the row or the column. The errors of common/ have tests of their own; this file is
+about the scripts and the output of whole runs."""
 
 import importlib
 import os
@@ -192,7 +191,8 @@ def test_bad_pair_is_refused_by_name(bad, words, script, tokenizer):
 
 
 def encoded(script, rows: list[dict], columns: tuple[str, ...], tokenizer, **flags):
-    """Return the samples of rows from x:0, x:1, ..., and the counts of rows that were dropped."""
+    """Return the samples of these rows, named x:0, x:1, ..., and the counts of rows that were
+    dropped."""
     args = script.Args(**dict(max_length=2048) | flags)
     rows = [row | dict(_source=f"x:{i}") for i, row in enumerate(rows)]
     return args, *encode_all(script.encode_row, rows, columns, Encoder(tokenizer, args), args)

@@ -1,4 +1,4 @@
-"""bok.py: the kept completions, and one round with eval.py and sft.py."""
+"""bok.py: which completions are kept, and one round with eval.py and sft.py."""
 
 import json
 import math
@@ -81,7 +81,7 @@ class Again:
 
 @pytest.mark.slow
 def test_episodes_are_trained(small, main, tmp_path):
-    """They have several turns, and engine and trainer agree on them."""
+    """Episodes have several turns, and engine and trainer agree on their tokens."""
     (tmp_path / "again.py").write_text(AGAIN)
     write_rows(tmp_path / "rows.jsonl", [dict(prompt="?")] * 8)
     flags = (
@@ -112,7 +112,8 @@ def test_step_without_kept_completions_does_not_update(online, tmp_path):
 def test_run_with_a_truncated_distribution_is_not_compared_with_the_trainer(
     online, main, tmp_path, capsys
 ):
-    """The engine has log-probs of another distribution, so a comparison would end the run."""
+    """With top-p the engine's log-probs are of another distribution, so a comparison would end the
+    run."""
     main("bok", *online, "--max_steps", 1, "--top_k", 2, "--top_p", 0.9, "--output_dir", tmp_path)
     assert "engine and trainer are not compared" in capsys.readouterr().out
     for line in metrics(tmp_path):

@@ -86,7 +86,7 @@ def test_samples_include_all_draws_and_only_kept_groups_have_advantages(flags, m
 
 @pytest.mark.slow
 def test_four_ranks_draw_as_one_does(flags, main, tmp_path):
-    """Some ranks have no prompt in a further draw."""
+    """In a further draw there are fewer prompts than ranks, so some ranks have none."""
     flags = (*flags, "--samples_per_prompt", 4, "--max_new_tokens", 5)
     main("dapo", *flags, "--output_dir", tmp_path / "one")
     run(4, "dapo.py", *flags, "--output_dir", tmp_path / "four")

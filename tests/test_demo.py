@@ -1,5 +1,5 @@
-"""demo.py: its launches and what it shows; in `make curves` also its result, on a part of its
-recipe: SFT learns a part, GRPO learns more, and the engine agrees."""
+"""demo.py: which runs it launches and what it shows. `make curves` also checks its result, on a
+part of its recipe: SFT learns a part, GRPO learns more, and the engine agrees with the trainer."""
 
 import shutil
 
@@ -25,8 +25,8 @@ LESS = {  # than in the recipes
 
 @pytest.mark.parametrize("learns", [False, pytest.param(True, marks=pytest.mark.curve)])
 def test_demo_trains_by_sft_and_then_by_grpo(learns, main, sums, tmp_path, monkeypatch, capsys):
-    """demo.py runs unchanged except for its launches, from the tiny model with two of its four
-    layers."""
+    """demo.py runs unchanged, except that its launches start from the tiny model with two of its
+    four layers."""
     model, out = shutil.copytree(tiny_model(), tmp_path / "model"), tmp_path / "demo"
     layers = dict(num_hidden_layers=2, layer_types=["full_attention"] * 2)
     AutoModelForCausalLM.from_pretrained(model, **layers).save_pretrained(model)
@@ -76,7 +76,7 @@ def test_demo_launches_ranks_and_stops_if_they_fail(tmp_path, capfd):
 
 
 def test_demo_recipes_share_their_paths():
-    """The output of one recipe is the input of the next, in the folders of demo.py."""
+    """The output of one recipe is the input of the next, in the folders that demo.py uses."""
     import yaml
 
     sft, grpo = (

@@ -48,7 +48,7 @@ def flags(teacher, small, tmp_path_factory):
 
 
 def both(divergence, logprobs, teacher) -> Comparison:
-    """Return student and teacher on tokens with these numbers; the others are 0."""
+    """Return student and teacher on tokens with these numbers; all other numbers are 0."""
     tensors = dict(divergence_T=divergence, logprobs_T=logprobs, teacher_logprobs_T=teacher)
     found = {name: torch.tensor(x, dtype=torch.float64) for name, x in tensors.items()}
     return Comparison(**dict.fromkeys(Comparison._fields, torch.zeros(len(logprobs))) | found)
@@ -76,8 +76,8 @@ def test_cross_entropy_is_added_on_completions_of_the_data():
 
 
 def test_sampled_loss_equals_a_calculation_by_hand():
-    """The ratio of the second token is above its bound; the engine's probability of the third was
-    half the trainer's."""
+    """The second token's ratio is above its bound. For the third token the engine's probability was
+    half of the trainer's."""
     student = both([0.0] * 4, [-1.0, -1.0, -2.0, -1.0], [-0.5, -1.5, -4.0, -1.0])
     student.logprobs_T.requires_grad_()
     old_T, rollout_T = torch.tensor(
@@ -101,7 +101,7 @@ SAMPLED = "--divergence reverse_kl --estimator sampled --on_policy_fraction 1".s
 
 @pytest.fixture(scope="module")
 def domains(sums, tmp_path_factory):
-    """Rows of `sums` of two domains, some of which are rare."""
+    """Return flags for rows of `sums` in two domains, `usual` and `rare`."""
     rows = read_rows(sums)
     for i, row in enumerate(rows):
         row["domain"] = "rare" if i % 5 == 0 else "usual"
@@ -112,8 +112,8 @@ def domains(sums, tmp_path_factory):
 
 @pytest.mark.slow
 def test_held_out_loss_equals_the_training_loss(main, flags, tmp_path):
-    """The training loss on the same rows is that before the step, for every kind of training
-    data."""
+    """Training and held-out rows are the same. The training loss is taken before the step, so it
+    equals the held-out loss of the step before."""
     rows = [dict(prompt=f"{i}+1=", completion=str(i + 1), answer=str(i + 1)) for i in range(8)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = ("--dataset", tmp_path / "a.jsonl", "--eval_dataset", tmp_path / "a.jsonl")

@@ -1,4 +1,5 @@
-"""dpo.py: log-probs are those of plain transformers; the reference is stored; the stated loss."""
+"""dpo.py: its log-probs are those of plain transformers, the reference's are stored, and its loss
+is the one that it states."""
 
 import math
 from dataclasses import replace
@@ -41,7 +42,7 @@ def objective_of(model, groups, args, device, ref_logps_B2=None):
 
 
 def test_logprobs_equal_those_of_plain_transformers(pairs, device):
-    """Sums over completions, by the policy and by the reference, are computed from packs."""
+    """Policy and reference compute sums over completions from packs."""
     from transformers import AutoModelForCausalLM
 
     args, groups, model = setup(pairs, device, pack_tokens=1200, max_length=500)
@@ -81,7 +82,7 @@ def pairs_of(*columns) -> Pairs:
 
 @pytest.mark.parametrize("flags", [{}, dict(label_smoothing=0.1), dict(f_divergence="js")])
 def test_stated_loss_equals_that_of_online_dpo(flags):
-    """The loss is ln 2 if the policy equals the reference."""
+    """The loss is ln 2 while the policy equals the reference."""
     args = dpo.Args(beta=0.3, **flags)
     logps = [-3.0, -5, -1], [-4.0, -2, -1], [-3.5, -4, -1], [-3.0, -3, -1]
     pairs = pairs_of(*logps, [3.0, 4, 1], [5.0, 2, 1])

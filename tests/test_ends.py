@@ -1,5 +1,5 @@
-"""Completions of a base model end although its chat template ends turns with another token than its
-EOS."""
+"""Completions of a base model end, although its chat template ends turns with another token than
+its EOS."""
 
 import json
 import shutil
@@ -19,8 +19,8 @@ EOS, EOT = "<|eos|>", "<|end_of_turn|>"
 
 @pytest.fixture
 def base(tmp_path):
-    """Return `tiny` in the form of base models: neither of its configs lists the template's
-    end-of-turn token."""
+    """Return `tiny` in the form of base models: none of its configs lists the token with which the
+    template ends a turn."""
     folder = tmp_path / "base"
     shutil.copytree(tiny_model(), folder)
     for name in ("config.json", "generation_config.json"):
@@ -33,7 +33,8 @@ def base(tmp_path):
 
 @pytest.mark.slow
 def test_completions_end_after_training_on_chats(main, base, tmp_path):
-    """Scripts: sft.py, then grpo.py, eval.py and `model.generate`."""
+    """After sft.py, completions must end in grpo.py, in eval.py and in transformers'
+    `model.generate`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     chats = [
@@ -104,8 +105,8 @@ def load_eos(folder) -> str:
 
 
 def test_text_has_all_tokens_but_ends_and_padding(device):
-    """Many ChatML tokenizers have an end token that is not special; a reward would find it after
-    the answer. Others have special tokens for tags, which a reward reads."""
+    """Many ChatML tokenizers have an end token that is not special. In the text a reward would find
+    it after the answer. Others have special tokens for tags, which a reward must find."""
     from tokenizers import AddedToken
 
     tokenizer = tiny_tokenizer()

@@ -1,5 +1,5 @@
-"""eval.py: equal results on one rank and two, and resumed; files, other models and judges; a run's
-checkpoints."""
+"""eval.py: results are the same on one rank, on two, and after a kill; files of completions, other
+models and judges; the checkpoints of a run."""
 
 import importlib
 import itertools
@@ -37,7 +37,7 @@ evaluation = importlib.import_module("eval")  # `import eval` would hide the bui
 
 @pytest.fixture(scope="module")
 def models(small, device, tmp_path_factory):
-    """A language model that answers with digits (the untrained one, less random), and a reward
+    """A language model that answers with digits (the untrained one, made less random), and a reward
     model."""
     folder = tmp_path_factory.mktemp("models")
     path, args = str(small[1]), TrainArgs(dtype="float32")
@@ -82,7 +82,8 @@ def completions(folder, name="completions.jsonl") -> list[dict]:
 
 @pytest.mark.parametrize(("cut", "lines"), [(0.69, 1), (0.05, 0)])
 def test_truncated_completions_are_told(cut, lines):
-    """They count as wrong, which a newcomer took for what the model did not know."""
+    """Truncated completions count as wrong. Without a line about it, a newcomer took them for what
+    the model did not know."""
     overall = dict(failed=0, unscored=0, truncated=dict(mean=cut))
     said = evaluation.left_out(dict(overall=overall), [])
     assert len(said) == lines and all(
@@ -120,7 +121,7 @@ def test_results_equal_those_of_the_written_completions(one_rank):
 
 @pytest.mark.slow
 def test_results_do_not_depend_on_ranks_or_resume(one_rank, flags, main, tmp_path, capsys):
-    """The state after a kill includes half a line."""
+    """The run that is resumed was killed, and its file ends in half a line."""
     whole = (one_rank / "completions.jsonl").read_text()
     (tmp_path / "completions.jsonl").write_text(whole[: whole.index("\n") + 50])
     (tmp_path / "args.yaml").write_text(
@@ -139,7 +140,7 @@ def test_results_do_not_depend_on_ranks_or_resume(one_rank, flags, main, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_greedy_completions_alone(ranks, one_rank, flags, main, tmp_path):
-    """Three prompts; on four ranks one has none."""
+    """There are three prompts, so one of four ranks has none."""
     flags = (*flags, "--samples_per_prompt", 0, "--eval_size", 3, "--output_dir", tmp_path)
     if ranks == 1:
         main("eval", *flags)
@@ -156,7 +157,7 @@ def test_greedy_completions_alone(ranks, one_rank, flags, main, tmp_path):
 def test_vllm_gives_equal_greedy_completions_and_judges(
     one_rank, flags, models, device, main, tmp_path
 ):
-    """Compared to its own file, every pair is a tie."""
+    """The run is compared to its own file, so every pair is a tie."""
     flags = (*flags, "--engine", "vllm", "--output_dir", tmp_path)
     run(1, "eval.py", *flags)
     judges = ("--reward_model", models / "rm", "--perplexity_model", models / "policy")
@@ -183,8 +184,8 @@ def test_vllm_gives_equal_greedy_completions_and_judges(
 
 @pytest.mark.slow
 def test_file_of_completions_gives_the_results_of_its_run(one_rank, flags, main, tmp_path):
-    """The file of a run, measured again, gives the results of the run; a file of texts gives all
-    but the statistics of sampling."""
+    """The file of a run gives all results of the run again. A file of texts gives all but the
+    statistics of sampling."""
     lines = completions(one_rank)
     texts = [dict(completion=line["completions"][0]["text"]) for line in lines]
     write_rows(tmp_path / "texts.jsonl", texts)
@@ -216,7 +217,7 @@ def f(completion, row):
     ("none", (0, 1), 8 / 9, "1 of 10 completions have no reward (None) and are in no fraction"),
 ])  # fmt: skip
 def test_completion_without_a_reward_is_counted(odd, counts, solved, line, main, tmp_path, capsys):
-    """Also in its domain, and beside the win rate."""
+    """It is counted in its domain too, and beside the win rate."""
     (tmp_path / "r.py").write_text(RAISES)
     texts = ["1"] * 8 + ["0", odd]
     rows = [dict(prompt="?", domain="ab"[i % 2]) for i in range(10)] + [dict(prompt="1+" * 3000)]
@@ -276,7 +277,8 @@ def checkpoints(models, device):
 def test_stop_within_a_batch_leaves_it_to_the_next_start(
     one_rank, flags, main, tmp_path, monkeypatch
 ):
-    """A batch has a round for its greedy completions and four for the sampled ones."""
+    """A batch takes a round for its greedy completions and four for the sampled ones. The stop
+    comes in the second batch."""
     rounds, step = [], Engine.step
 
     def counted(engine, meter):
@@ -395,7 +397,7 @@ def test_bad_files_of_completions_are_refused(text, words, device, tmp_path):
     ],
 )  # fmt: skip
 def test_additional_inputs_are_checked_before_sampling(extra, words, flags, main, tmp_path):
-    """The flag may be corrected afterwards: the folder stays that of the run."""
+    """After the error the flag can be corrected, and the folder still belongs to the run."""
     (tmp_path / "c.jsonl").write_text(GOOD * 11)
     extra = [part.format(tmp_path) for part in extra]
     with pytest.raises((ValueError, OSError), match=words):
@@ -422,7 +424,8 @@ class Silent:
 
 @pytest.mark.slow
 def test_stored_episodes_give_the_same_results(small, main, tmp_path):
-    """The environment's rewards come from the file. Compared to itself, every pair is a tie."""
+    """The file has the environment's rewards. The run is compared to itself, so every pair is a
+    tie."""
     model = talkative(tmp_path / "model", small[1])
     (tmp_path / "silent.py").write_text(SILENT)
     flags = (

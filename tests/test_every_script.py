@@ -1,5 +1,5 @@
-"""All training scripts, with every part of their objective on: one gradient whatever the ranks and
-the packing, and a resumed run that equals the uninterrupted one bit for bit."""
+"""All training scripts, each with every part of its objective switched on: the gradient does not
+depend on ranks or packing, and a resumed run equals the uninterrupted one bit for bit."""
 
 import random
 import shutil
@@ -95,15 +95,15 @@ REWRITING = loop(HEAD + "{{ m.thinking if loop.last and m.thinking }}{{ m.conten
 
 
 def conversation(rng: random.Random) -> list[dict]:
-    """Return an answer, and further questions with their answers."""
+    """Return an answer, followed by further questions with their answers."""
     answers = [said(words(rng, 2), thinking=words(rng, 3)) for _ in range(rng.randint(1, 3))]
     return [*chain(*([answer, turn("user", words(rng, 2))] for answer in answers)), said("4")]
 
 
 @pytest.fixture(scope="module")
 def files(small, sums, pairs, reward_file, device, tmp_path_factory) -> dict[str, str]:
-    """Data of very different lengths, so that a wrong denominator is detected, rewards that vary
-    among the completions of an untrained model, and teachers."""
+    """Files for all scripts: data of very different lengths, so that a wrong denominator shows;
+    rewards that vary among the completions of an untrained model; and teachers."""
     rng, folder = random.Random(0), tmp_path_factory.mktemp("files")
     lengths = sorted(rng.randint(1, 40) for _ in range(60))
     rows = [dict(question=words(rng, 3), answer=words(rng, n)) for n in lengths]
@@ -130,7 +130,7 @@ def files(small, sums, pairs, reward_file, device, tmp_path_factory) -> dict[str
 
 @pytest.fixture(scope="module")
 def flags(small, files) -> Callable[[str], tuple]:
-    """Return the flags of a script, with the files that its words stand for."""
+    """Return the flags of a script. Words that stand for a file become its path."""
 
     def named(word: object) -> object:
         head, equals, tail = str(word).partition("=")
@@ -164,7 +164,7 @@ def of_each_step(folder: Path) -> list[dict]:
 
 
 def assert_equal_runs(run: Path, other: Path, without: tuple[str, ...] = ()) -> None:
-    """Compare metrics, but those that begin with `without`, and samples."""
+    """Compare two runs: their samples, and their metrics except those that begin with `without`."""
     names, other_names = (
         sorted({x for line in of_each_step(each) for x in line if not x.startswith(without)})
         for each in (run, other)
@@ -184,8 +184,8 @@ def assert_equal_runs(run: Path, other: Path, without: tuple[str, ...] = ()) -> 
 def test_gradient_does_not_depend_on_ranks_or_packing_and_resume_is_exact(
     script, ranks, flags, main, tmp_path
 ):
-    """Four ranks against one with other packs, without shared prefixes, with all metrics; then a
-    copy of the latter goes on after the last step but one."""
+    """A run on four ranks and one on one rank, with other packs and without shared prefixes, have
+    the same metrics. A copy of the second then resumes before its last step."""
     whole = ("--share_prefix", 0) if "--share_prefix" in SCRIPTS[script] else ()
     own = (*flags(script), *PACKS.get(script, OTHER_PACKS), *whole)
     main(script, *own, "--output_dir", tmp_path / "one")
@@ -217,7 +217,8 @@ HYBRID, CONTEXT = ("--shard_ranks", 2), ("--context_ranks", 2)
     ],
 )
 def test_layouts_of_four_ranks_are_equal(script, layout, ranks, flags, tmp_path):
-    """Copies and context groups of two ranks, and three ranks that only sample."""
+    """The layouts: two copies of the model, context groups of two ranks, and three ranks that only
+    sample."""
     run(4, f"{script}.py", *flags(script), *layout, "--output_dir", tmp_path)
     of_rollout_ranks = ("sampling/staleness", "sampling/version_spread")
     assert_equal_runs(ranks(4, script), tmp_path, of_rollout_ranks)
@@ -228,8 +229,8 @@ def test_layouts_of_four_ranks_are_equal(script, layout, ranks, flags, tmp_path)
 
 @pytest.fixture(scope="module")
 def killed(flags, tmp_path_factory) -> Callable[[str], Path]:
-    """Return the folder of a run on two ranks that was killed: sft.py in the second step, grpo.py
-    while it saves this step."""
+    """Return the folder of a run on two ranks that was killed: sft.py in its second step, grpo.py
+    while it saved the checkpoint of that step."""
 
     @cache
     def folder_of(script: str) -> Path:
@@ -258,7 +259,7 @@ def test_killed_run_resumes_bitwise(script, two_ranks, killed, flags, tmp_path):
 def test_killed_run_resumes_on_another_number_of_ranks(
     script, two_ranks, killed, flags, main, tmp_path, capsys
 ):
-    """With the same data in the same order."""
+    """It goes on with the same data in the same order."""
     shutil.copytree(killed(script), tmp_path, dirs_exist_ok=True)
     main(script, *flags(script), "--output_dir", tmp_path)
     assert "resuming from" in capsys.readouterr().out
@@ -270,7 +271,7 @@ def test_killed_run_resumes_on_another_number_of_ranks(
 
 
 def test_two_ranks_set_a_damaged_checkpoint_aside(two_ranks, flags, tmp_path):
-    """Whichever rank finds the damaged file, both resume from the checkpoint before."""
+    """Whichever rank finds the damaged file, both resume from the checkpoint before it."""
     folder = shutil.copytree(two_ranks("sft"), tmp_path / "run")
     shutil.rmtree(folder / "hf")
     for shard in (folder / "checkpoints" / "step_000002").glob("*.safetensors"):
@@ -283,7 +284,8 @@ def test_two_ranks_set_a_damaged_checkpoint_aside(two_ranks, flags, tmp_path):
 
 
 def test_two_nodes_give_the_weights_of_one_node(two_ranks, flags, tmp_path):
-    """Each rank is the only one of its machine. tests/parallel/test_nodes.py has two torchruns."""
+    """Each rank is told that it is alone on its machine. tests/parallel/test_nodes.py has two
+    torchruns."""
     node = (
         "import os, runpy\nos.environ |= dict(LOCAL_RANK='0', LOCAL_WORLD_SIZE='1')\n"
         "runpy.run_path('sft.py', run_name='__main__')\n"
@@ -298,7 +300,7 @@ def test_two_nodes_give_the_weights_of_one_node(two_ranks, flags, tmp_path):
 
 
 def test_denominator_per_rank_is_detected(two_ranks, flags, tmp_path):
-    """The same script with a token count per rank."""
+    """A control: a copy of the script that divides by the tokens of its rank alone must fail."""
     source = (ROOT / "sft.py").read_text()
     count = "distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in micro_batches))"
     assert source.count(count) == 1

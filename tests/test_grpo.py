@@ -1,5 +1,5 @@
 """grpo.py with vLLM and its default flags: each rank has an engine, all ranks share one, or one
-only samples. tests/test_grpo_objective.py has the formulas."""
+rank only samples. tests/test_grpo_objective.py has the formulas."""
 
 from pathlib import Path
 
@@ -38,8 +38,9 @@ def with_vllm(flags, tmp_path_factory):
     ],
 )
 def test_run_does_not_depend_on_where_vllm_samples(ranks, where, with_vllm, flags, tmp_path):
-    """Weights reach two engines of two ranks, or a rank that does not train, by parameter from the
-    shards. With AVX-512 vLLM's ranks share memory, under one name for all launches."""
+    """Weights go from the shards, one parameter after the other, to two engines on two ranks, or to
+    a rank that does not train. With AVX-512, vLLM's ranks share memory, under one name for all
+    launches."""
     run(ranks, "grpo.py", *flags, *where.split(), "--output_dir", tmp_path)
     assert not list(Path("/dev/shm").glob("*cpushm*"))
     one, other = ([s["completion"] for s in samples(folder)] for folder in (with_vllm, tmp_path))

@@ -1,5 +1,5 @@
-"""The policy losses of the table and the objectives of the scripts equal naive scalar code in
-float64, values and gradients, written from the papers."""
+"""The policy losses and the objectives of the scripts equal naive scalar code in float64, written
+from the papers: values and gradients."""
 
 import math
 
@@ -40,7 +40,7 @@ def naive_clip(new, old, a, low, high):
 
 
 def naive_dppo(new, old, a, *_):
-    """Total variation at most 0.15; the weight is at most 10."""
+    """The total variation may be 0.15 at most, the weight 10 at most."""
     p, q, ratio = math.exp(new), math.exp(old), min(math.exp(new - old), 10.0)
     far = abs(p - q) > 0.15 and (p - q) * a > 0
     return (0.0, 0.0) if far else (-ratio * a * new, -ratio * a)
@@ -89,8 +89,7 @@ def test_losses_by_token_equal_naive_code(loss, rows, bounds):
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("log_ratio", [1e4, 100.0, -100.0, -1e4])
 def test_extreme_ratios_do_not_overflow(loss, advantage, log_ratio):
-    """In float32 e^89 is infinite, and its product with an advantage or weight of 0 would be
-    NaN."""
+    """In float32 e^89 is infinite. Times an advantage or a weight of 0 it would be NaN."""
     logprobs = torch.tensor([-2.0 + min(log_ratio, 0.0)], requires_grad=True)
     x = tokens(logprobs, logprobs.detach() - log_ratio, torch.tensor([advantage]))
     value = grpo.LOSSES[loss](x).loss_T
@@ -103,7 +102,7 @@ def test_extreme_ratios_do_not_overflow(loss, advantage, log_ratio):
 
 
 def naive_completion(loss, new, old, a, low, high):
-    """Return value and slope of each trained token of a completion."""
+    """Return the value and the slope of each trained token of a completion."""
     d, n = [x - y for x, y in zip(new, old, strict=True)], len(new)
     rho = math.exp(sum(d))
     if loss == "gspo":  # one ratio; all tokens are clipped, or none
@@ -128,7 +127,7 @@ completions = st.lists(completion, min_size=1, max_size=4)
 
 
 def stream(completions, low, high) -> PolicyInputs:
-    """Return the tokens of completions, of which some are an environment's."""
+    """Return the tokens of completions; some of these tokens come from an environment."""
     made = [(*token, a, n) for n, (some, a) in enumerate(completions) for token in some]
     new, old, mask, A, ids = zip(*made, strict=True)
     new, old, A = double(new).requires_grad_(), double(old), double(A)
@@ -183,8 +182,8 @@ TOKENS, SEQUENCES = torch.tensor(17), torch.tensor(5)  # of the global minibatch
 
 
 def streams() -> list[torch.Tensor]:
-    """Return log-probs of the policy, with gradient, the old policy, the engine and the reference,
-    and entropies."""
+    """Return log-probs of the policy, with a gradient, of the old policy, the engine and the
+    reference, and entropies."""
     generator = torch.Generator().manual_seed(4)
     new, *drifts = torch.randn(5, len(MASK), generator=generator, dtype=torch.float64)
     new = -2 + 0.5 * new
@@ -225,7 +224,8 @@ PENALTIES = dict(beta=0.3, kl_estimator="k2", entropy_coef=0.2)
     ],
 )  # fmt: skip
 def test_objective_equals_naive_code(script, call, changed, bounds):
-    """The importance weight is at most 2 and multiplies the policy loss alone."""
+    """The importance weight is at most 2, and multiplies the policy loss but not the other
+    terms."""
     args, x = script.Args(**changed), streams()
     new, old, engine, ref, entropy = x
     beta = 0 if changed.get("kl_in") == "return" else changed.get("beta", 0)
@@ -274,7 +274,7 @@ def test_default_bounds_are_those_of_the_loss():
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_presets_have_a_finite_objective(script, preset):
-    """Their flags do not contradict each other, and every value has an effect: it is taken."""
+    """No flag of a preset contradicts another one or lacks an effect: parsing takes them all."""
     args = parse(script.Args, ["--preset", preset, "--max_new_tokens", str(LONGEST)])
     flags = script.Args.PRESETS[preset]
     assert {name: getattr(args, name) for name in flags} == flags
@@ -314,7 +314,7 @@ def naive_weight(mask, reduction, num_tokens, num_sequences):
 @given(st.lists(masks, min_size=1, max_size=6), st.sampled_from(REDUCTIONS),
        st.sampled_from([8, 20, 1000]))  # fmt: skip
 def test_reduction_weights_equal_naive_code(masks, reduction, pack_tokens):
-    """Tokens have the id 100 * sequence + position. A pack without sequences has one token, of
+    """A token has the id 100 * sequence + position. A pack without sequences has one token of
     weight 0."""
     masks = [[False, *mask[1:]] for mask in masks]
     made = [Sample([100 * n + i for i in range(len(m))], m) for n, m in enumerate(masks)]

@@ -1,4 +1,4 @@
-"""kto.py: baseline and loss by hand; pairs and labelled rows are equivalent."""
+"""kto.py: the baseline and the loss by hand; pairs and labelled rows give the same run."""
 
 import math
 from array import array
@@ -32,7 +32,7 @@ def encode(rows: list[dict], columns: tuple[str, ...] = PAIR_COLUMNS[0], **flags
 
 
 def objective_of(model, groups, ref_logps_B2, args, device):
-    """Return the loss of kto.py, a sum over these completions, and its metrics."""
+    """Return the loss of kto.py, summed over these completions, and its metrics."""
     meter = Meter()
     micro_batches, *compared = kto.pack_with_baseline(model, groups, ref_logps_B2, args, device)
     ref_logps_B = ref_logps_B2[:, 0]
@@ -41,7 +41,7 @@ def objective_of(model, groups, ref_logps_B2, args, device):
 
 
 def test_conversations_and_labels_of_tables_are_read():
-    """The last turn is the completion; pandas and parquet write 1.0 and 0.0."""
+    """The last turn is the completion. pandas and parquet write labels as 1.0 and 0.0."""
     turns = [dict(role="user", content="1+1="), dict(role="assistant", content="2")]
     turns += [dict(role="user", content="2+1="), dict(role="assistant", content="3")]
     for name in ("messages", "conversations"):
@@ -62,7 +62,7 @@ def test_conversations_and_labels_of_tables_are_read():
 
 @pytest.mark.parametrize("name", ["kto", "apo_zero_unpaired"])
 def test_baseline_and_loss_equal_a_calculation_by_hand(name, pairs, device):
-    """APO has a baseline of 0 and no mismatches."""
+    """APO has the baseline 0 and no mismatches."""
     from transformers import AutoModelForCausalLM
 
     rows = read_rows(pairs)[:6]
@@ -95,7 +95,7 @@ def test_baseline_and_loss_equal_a_calculation_by_hand(name, pairs, device):
 
 
 def test_rank_without_completions_has_zero_loss_and_gradient(device):
-    """The baseline comes from the completions of other ranks."""
+    """It still takes part in the baseline, which comes from the completions of other ranks."""
     args, groups = encode(
         [dict(prompt="1", chosen="2", rejected="3"), dict(prompt="2", chosen="3", rejected="4")]
     )
@@ -151,7 +151,8 @@ def test_next_differing_prompt_equals_a_search(prompts):
 
 
 def test_each_completion_is_read_a_few_times_whatever_the_order():
-    """Rows sorted by prompt: a search from each row would read 40,000 rows."""
+    """The rows are sorted by prompt, so a search for another prompt from each row would read 40,000
+    rows."""
     rows = [dict(prompt=f"{i // 200}+1=", completion=str(i), label=i % 2 == 0) for i in range(400)]
     args, _ = encode(rows[:201], KTO_COLUMNS[0])
     samples = [
@@ -179,7 +180,8 @@ def test_held_out_rows_of_one_prompt_take_completions_of_training_rows():
 
 
 def test_run_with_few_rows_and_one_held_out_prompt(main, tmp_path):
-    """Ten rows leave one held-out row; a prompt with two answers has no other prompt beside it."""
+    """Ten rows leave one held-out row. Two held-out answers to one prompt have no other prompt
+    beside them from which to take a mismatch."""
     rows = [dict(prompt=f"{n}+1=", completion=str(n), label=n % 2 == 0) for n in range(10)]
     data = write_rows(tmp_path / "rows.jsonl", rows)
     held_out = [dict(prompt="7+7=", completion=str(n), label=n == 14) for n in (14, 15)]
@@ -191,7 +193,7 @@ def test_run_with_few_rows_and_one_held_out_prompt(main, tmp_path):
 
 
 def test_value_and_gradient_equal_a_calculation_by_hand():
-    """Cases include extremes, where the sigmoid is flat."""
+    """Some cases are extreme: the sigmoid is flat there."""
     args = kto.Args(beta=0.3, desirable_weight=2.0, undesirable_weight=0.5)
     for baseline in (0.0, 1.5):
         for log_ratio in (-1e4, -20.0, -1.0, 0.0, 2.0, 30.0, 1e4):

@@ -1,5 +1,5 @@
-"""Rules of the layout: packages of common/ form layers without circles, extras/ enters at named
-seams, and sums bound the whole. Whoever adds must delete."""
+"""Rules of the layout: packages of common/ form layers without cycles, extras/ enters only at named
+seams, and sums bound the size of the whole. Whoever adds must delete."""
 
 import ast
 import dataclasses
@@ -115,7 +115,7 @@ def test_reading_order_lists_a_package_below_those_that_it_imports():
 
 
 def test_imports_have_no_cycle_and_no_script_is_imported():
-    """Imports in functions count."""
+    """Imports inside functions count, too."""
     graph = {dotted(path): imported(path) for path in FILES}
     TopologicalSorter(graph).prepare()
     scripts = {name for name in NAMES if "." not in name}
@@ -124,8 +124,8 @@ def test_imports_have_no_cycle_and_no_script_is_imported():
 
 @cache
 def seams(path: Path) -> list[str]:
-    """Return the extras that a file imports, each within `with extra(...)`, and an empty name for
-    every other import of common/ or extras/ in a function, except of the `DOORS`."""
+    """Return the extras that a file imports within `with extra(...)`. Every other import of common/
+    or extras/ inside a function gives an empty name, except that of a door (`DOORS`)."""
     found = []
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.With) and "extra(" in ast.unparse(node.items[0].context_expr):
@@ -143,7 +143,8 @@ def seams(path: Path) -> list[str]:
 
 
 def test_extras_enter_at_the_seams_alone():
-    """The reading order lists them. Rewards, tasks and environments enter by names in tables."""
+    """The reading order lists these modules. Rewards, tasks and environments enter by names in
+    tables."""
     found = {dotted(path): names for path in FILES if (names := seams(path))}
     page = (ROOT / "course/reading_order.md").read_text(encoding="utf-8")
     missing = [
@@ -213,7 +214,8 @@ def lines(files: Iterable[Path]) -> int:
 
 
 def reached(script: str) -> set[str]:
-    """Return the modules of common/ that a script imports at its top, and those that these do."""
+    """Return the modules of common/ that a script imports at its top, directly or through
+    others."""
     paths = {dotted(path): path for path in FILES}
     found: set[str] = set()
     todo = [script]
@@ -245,7 +247,8 @@ def test_changelog_sends_nobody_to_a_flag_that_is_gone():
 
 
 def test_sums():
-    """Of common/ and of tests no lines are counted: a bound of lines makes code dense."""
+    """The lines of common/ and of tests are not bounded, because a bound of lines makes code
+    dense."""
     sums = dict(
         sft_reaches=(len(reached("sft")), 40),
         grpo_reaches=(len(reached("grpo")), 62),
@@ -267,7 +270,7 @@ def test_pages_count_the_objectives_beside_dpo():
 
 
 def test_tools_and_benches_are_programs_and_no_libraries():
-    """Their own tests alone import them: each folder can be deleted."""
+    """Only their own tests import them, so that each of these folders can be deleted."""
     wrong = {
         str(path.relative_to(ROOT)): found
         for folder in ("common", "extras", "course", "site")
@@ -329,7 +332,8 @@ def names_of(group: type) -> set[str]:
 
 
 def functions_with_flags() -> Iterator[tuple[str, str, ast.AST, type]]:
-    """Yield the name of each function with a parameter of flags, the parameter and its type."""
+    """Yield for each function with a parameter of flags: its name, the parameter, the function and
+    the type of the flags."""
     for path in READERS:
         for function in ast.walk(tree(path)):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -356,7 +360,8 @@ def test_function_reads_only_flags_of_the_group_that_it_takes():
 
 
 def test_no_flag_is_asked_for_that_a_script_may_lack():
-    """A script hands what only it has to the function that reads it."""
+    """A flag that only some scripts have is handed over by the script to the function that reads
+    it."""
     asked = set()
     for path in READERS:
         for node in ast.walk(tree(path)):
@@ -376,7 +381,7 @@ def test_no_flag_is_asked_for_that_a_script_may_lack():
 
 
 def test_nothing_is_set_on_a_tokenizer():
-    """But for the template, which the library reads."""
+    """The exception is the chat template, which transformers reads from there."""
     found = {
         f"{dotted(path)}: {ast.unparse(target)}"
         for path in READERS

@@ -1,5 +1,5 @@
-"""Models learn, each from the untrained one: grpo.py in `make test`, the others in `make curves`
-(docs/log.md has longer runs)."""
+"""Models learn, each starting from the untrained one: grpo.py in `make test`, other scripts in
+`make curves`. docs/log.md has longer runs."""
 
 import pytest
 from helpers import metrics, write_rows

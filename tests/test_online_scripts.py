@@ -1,4 +1,5 @@
-"""Scripts that sample: what the penalties do, with and without a reference."""
+"""What scripts that sample have in common: penalties, missing rewards, loading of weights, and
+passes before an update."""
 
 import importlib
 
@@ -43,7 +44,7 @@ def test_kl_is_logged_without_a_penalty_and_changes_no_weight(main, script, onli
 def test_rewards_are_scores_minus_penalty_and_kl(
     script, function, beta, online, main, tmp_path, monkeypatch
 ):
-    """The KL of a completion."""
+    """The KL is that of a whole completion."""
     seen, original = [], getattr(script, function)
 
     def look(*given):
@@ -88,7 +89,8 @@ IN_LOSS = ("--beta", 0.5)
     ],
 )
 def test_a_completion_without_a_reward_is_not_trained_on(script, extra, online, main, tmp_path):
-    """A run in which one of four completions has no reward is the run with the other three."""
+    """If one of four completions has no reward, the run is the same as with the other three
+    alone."""
     reward = write(tmp_path / "reward.py", UNSCORED)
     flags = (*online, *extra, "--reward", f"{reward}:first_three", "--prompts_per_step", 4)
     for samples in (3, 4):
@@ -104,7 +106,8 @@ def test_a_completion_without_a_reward_is_not_trained_on(script, extra, online, 
 
 @pytest.mark.parametrize("script", ["grpo", "dapo"])
 def test_weights_are_loaded_once_per_version(script, online, main, tmp_path, monkeypatch):
-    """Whatever is sampled from them: held-out prompts, a step, its further draws."""
+    """One load serves everything that is sampled from these weights: held-out prompts, a step, and
+    the further draws of the step."""
     loaded, original = [], TransformersEngine.load_weights
 
     def load(engine, weights, version):
@@ -135,7 +138,7 @@ def test_weights_are_loaded_once_per_version(script, online, main, tmp_path, mon
 def test_first_minibatch_needs_no_pass_before_its_update(
     script, flags, passes, online, main, tmp_path, monkeypatch
 ):
-    """Its own forward gives its old log-probs, also for the second epoch."""
+    """Its own forward gives its old log-probs, which its second epoch uses too."""
     made, forwards = [], scoring.forwards
 
     def counted(model, micro_batches, **options):

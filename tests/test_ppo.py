@@ -1,4 +1,4 @@
-"""ppo.py: token rewards, advantages and the value loss by hand."""
+"""ppo.py: rewards of tokens, advantages and the value loss, by hand."""
 
 import json
 import math
@@ -23,7 +23,8 @@ SCORES = torch.tensor([1.5, -0.7, 0.0, -2.0, 0.4, -1.1]).double()
 
 
 def make_samples() -> list[Completion]:
-    """Return six completions: the fourth has tool output in its middle, the last is masked."""
+    """Return six completions. The fourth has tool output in its middle, the last one is not
+    trained."""
     made = [
         Completion([1] * (3 + length), [False] * 3 + [True] * length, prompt_length=3)
         for length in LENGTHS
@@ -34,7 +35,8 @@ def make_samples() -> list[Completion]:
 
 
 def make_batch(seed: int = 0) -> tuple[PackedBatch, torch.Tensor]:
-    """Return a pack with random values, and rewards with a score at the end of every completion."""
+    """Return a pack with random values, and rewards that have a score at the end of every
+    completion."""
     (mb,), generator = pack(make_samples(), 8192, CPU), torch.Generator().manual_seed(seed)
     mb = mb.with_streams(values_T=torch.randn(len(mb.targets_T), generator=generator))
     return mb, 0.1 * torch.randn(len(mb.targets_T), generator=generator) + token_rewards(
@@ -84,7 +86,7 @@ KL = dict(k1=lambda d: d, k2=lambda d: d * d / 2, k3=lambda d: math.exp(-d) - 1 
 
 @pytest.mark.parametrize("estimator", KL)
 def test_kl_to_the_reference_is_subtracted_from_each_token(estimator):
-    """The log-ratios of the tokens to the reference are 0, 0, 0, 1/2, -1/2, 1 and 8."""
+    """The tokens' log-ratios to the reference are 0, 0, 0, 1/2, -1/2, 1 and 8."""
     (mb,) = pack(make_samples()[:1], 100, CPU)
     old_T, ref_T = torch.tensor([[0.0, 0, -1, -1, -1, -1, -1], [0, 0, -1, -1.5, -0.5, -2, -9]])
     mb = mb.with_streams(old_logprobs_T=old_T, ref_logprobs_T=ref_T)
@@ -95,7 +97,7 @@ def test_kl_to_the_reference_is_subtracted_from_each_token(estimator):
 
 
 def test_logged_kl_is_the_log_ratio_for_every_estimator_of_the_penalty():
-    """RLHF's reward is the score less the penalty."""
+    """The metric rlhf_reward is the score less the penalty, which the estimator does change."""
     (mb,) = pack(make_samples()[:1], 100, CPU)
     old_T, ref_T = torch.tensor([[0.0, 0, -1, -1, -1, -1, -1], [0, 0, -1, -1.5, -0.5, -2, -9]])
     mb = mb.with_streams(

@@ -1,4 +1,4 @@
-"""reinforce.py: advantages of tokens by naive formulas. tests/test_grpo_objective.py has
+"""reinforce.py: the advantages of tokens against naive formulas. tests/test_grpo_objective.py has
 the loss."""
 
 import itertools
@@ -27,8 +27,8 @@ groups = st.lists(st.lists(reward, min_size=3, max_size=3), min_size=1, max_size
 
 
 def completion(sampled: int, said: int = 0) -> Completion:
-    """Return a completion with `sampled` tokens of the model; an environment's reply follows the
-    first of them."""
+    """Return a completion of which the model sampled `sampled` tokens. An environment's reply
+    follows the first of them."""
     mask = [False] * 2 + [True] * min(sampled, 1) + [False] * said + [True] * (sampled - 1)
     mask = mask if sampled else [False] * 3
     return Completion([0] * len(mask), mask, prompt_length=2)
@@ -63,7 +63,7 @@ def advantages(name, rewards, groups) -> list[list[float]]:
 
 @given(groups, st.booleans(), st.lists(st.integers(0, 7), min_size=12, max_size=12))
 def test_rewards_are_whitened_over_trained_tokens(device, rewards, baseline, trained):
-    """A completion without trained tokens or without a reward counts in no statistic of tokens."""
+    """A completion without trained tokens, or without a reward, is in no statistic over tokens."""
     values = [r for group in rewards for r in (naive_centred(group) if baseline else group)]
     trained = trained[: len(values)]
     counts = [0 if math.isnan(x) else count for x, count in zip(values, trained, strict=True)]
@@ -86,8 +86,8 @@ def test_equal_and_missing_rewards_give_exactly_zero(device, name):
 
 
 def with_logprobs(groups, pack_tokens=10_000) -> list[list[PackedBatch]]:
-    """Return packs with random log-probs of the old policy and of the reference, which depend on
-    the completion alone."""
+    """Return packs with random log-probs of the old policy and of the reference, which only depend
+    on the completion, not on the pack."""
 
     def random_logprobs(mb: PackedBatch, seed: int) -> torch.Tensor:
         each = zip(mb.index_N.tolist(), mb.lengths, strict=True)
@@ -104,7 +104,7 @@ def with_logprobs(groups, pack_tokens=10_000) -> list[list[PackedBatch]]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("pack_tokens", [10_000, 24])
 def test_token_advantages_equal_naive_code(device, name, pack_tokens):
-    """With the KL to come: that of the later trained tokens. The third completion has no reward."""
+    """The KL of later trained tokens is subtracted. The third completion has no reward."""
     rewards = [[1.0, 0.0, NAN], [0.5, 2.0, 0.0]]
     minibatches, beta = with_logprobs(PLAYED, pack_tokens), 0.3
     args = reinforce.Args(advantage=name, kl_estimator="k1", beta=beta)

@@ -77,8 +77,8 @@ def test_extreme_ratios_do_not_overflow(advantage, log_ratio):
 
 
 def test_expected_gradient_is_that_of_the_expected_reward():
-    """The test enumerates all draws of k samples, with their probabilities, of a bandit with two
-    actions and different rewards."""
+    """For a bandit with two actions and different rewards, the test enumerates all draws of k
+    samples with their probabilities."""
     pays = double([0.3, 1.0])
     logits = double([0.4, -0.2]).requires_grad_()
     (analytic,) = torch.autograd.grad((logits.softmax(0) * pays).sum(), logits)

@@ -1,4 +1,4 @@
-"""rm.py: an export that transformers scores equally, and relabelling."""
+"""rm.py: transformers scores its export equally, and relabelling of pairs."""
 
 import math
 
@@ -31,8 +31,8 @@ def trained(small, pairs, main, tmp_path_factory):
 
 @pytest.mark.slow
 def test_transformers_gives_the_export_equal_scores(trained, device):
-    """Scores are computed one sequence at a time and in a padded batch; loading the export again
-    gives equal scores."""
+    """Scores are equal one sequence at a time, in a padded batch, and when rm.py loads the export
+    again."""
     from transformers import AutoModelForSequenceClassification
 
     tokenizer = load_tokenizer(str(trained / "hf"))
@@ -55,7 +55,7 @@ def test_transformers_gives_the_export_equal_scores(trained, device):
 def test_relabelling_swaps_the_pairs_that_the_model_ranks_otherwise(
     trained, pairs, main, tmp_path, capsys
 ):
-    """Two ranks relabel; on one rank, the model agrees with every relabelled pair."""
+    """Two ranks relabel the pairs. On one rank, the model then agrees with every pair."""
     flags = ("--model", trained / "hf", "--output_dir")
     first = run(2, "tools/relabel.py", *flags, tmp_path, "--dataset", pairs).stdout
     out = tmp_path / "relabelled.jsonl"
@@ -83,7 +83,7 @@ def test_a_language_model_relabels_nothing(small, pairs, main, tmp_path):
 
 
 def test_rows_that_are_no_json_are_not_relabelled(trained, main, tmp_path):
-    """They are refused before they are scored: nothing is written."""
+    """They are refused before anything is scored, and nothing is written."""
     row = dict(prompt="1+1=", chosen="2", rejected="3", day=b"\x00")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "days.parquet")
     flags = ("--model", trained / "hf", "--dataset", tmp_path / "days.parquet")
@@ -146,8 +146,8 @@ def test_score_depends_on_its_whole_sequence_only(device):
 
 
 def test_end_of_text_that_is_also_padding_is_scored(device, tmp_path):
-    """Transformers reads the last token that is not padding, so the export defines no padding token
-    that also ends texts."""
+    """transformers reads the last token that is not padding, so the export must not name a token as
+    padding that also ends texts."""
     from transformers import AutoModelForSequenceClassification
 
     model = load_scalar_model(tiny_model(), TrainArgs(), device)

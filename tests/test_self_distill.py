@@ -1,5 +1,5 @@
-"""self_distill.py: hints and the pairs of completions, the teacher's log-probs, gradients beside
-naive code, and a moving teacher."""
+"""self_distill.py: hints and the pairs of completions, the teacher's log-probs, gradients against
+naive code, and a teacher that moves."""
 
 import copy
 import math
@@ -129,7 +129,8 @@ def test_hinted_prompt_that_does_not_fit_is_dropped_and_counted(device):
 
 
 def packed(device):
-    """Return completions with their hinted prompts, [] for one without, and their micro-batches."""
+    """Return completions with their hinted prompts ([] for one without a hint), and their
+    micro-batches."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(n: int) -> list[int]:
@@ -151,7 +152,7 @@ def policy(small, device) -> OwnTeacher:
 
 @pytest.fixture
 def hf(policy):
-    """Return the model of transformers with the policy's present weights."""
+    """Return transformers' model with the policy's present weights."""
     plain = copy.deepcopy(policy.hf.config)
     model = type(policy.hf)._from_config(plain, attn_implementation="sdpa")
     model.load_state_dict({n: whole(x.detach()) for n, x in policy.hf.state_dict().items()})
@@ -160,8 +161,8 @@ def hf(policy):
 
 @pytest.mark.parametrize("kind", ["live", "start"])
 def test_gradient_of_the_weights_equals_that_of_plain_forwards(device, policy, hf, kind):
-    """The loss of both micro-batches, one sequence at a time by transformers. The no-grad forward
-    of a live teacher changes nothing in the backward pass."""
+    """The naive side runs both micro-batches one sequence at a time in transformers. The teacher's
+    forward with the live weights, which has no graph, must not disturb the backward."""
     args = Args(hint="sibling", reward=("gsm8k",), dtype="float32", teacher=kind)
     made, hinted, halves = packed(device)
     teacher = policy if kind == "live" else load_reference(policy, args, device, kind=Teacher)
@@ -215,7 +216,8 @@ def test_teacher_with_adapters_is_the_policy_with_other_adapters(device, small):
 
 @pytest.mark.slow
 def test_only_hinted_completions_are_trained_on(online, main, tmp_path, monkeypatch):
-    """In the first step none has a hint."""
+    """No completion is right, so none gives another one a hint, and there is nothing to train
+    on."""
     reward = write(tmp_path / "reward.py", "def never(completion, row): return 0.0")
     packed, original = [], self_distill.split_pairs
     monkeypatch.setattr(self_distill, "split_pairs", lambda mb: packed.append(mb) or original(mb))
@@ -228,7 +230,7 @@ def test_only_hinted_completions_are_trained_on(online, main, tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_moving_teacher_of_a_run_is_a_twentieth_of_the_policy(online, main, small, tmp_path):
-    """The page: q <- 0.95 q + 0.05 pi after each step, here of one update."""
+    """docs/self_distill.md says q <- 0.95 q + 0.05 pi after each step, which here is one update."""
     flags = (*online, "--hint", "answer", "--max_steps", 1, "--lr", 1e-2, "--save_every", 1)
     main("self_distill", *flags, "--minibatches", 1, "--output_dir", tmp_path)
     (shard,) = (tmp_path / "checkpoints" / "step_000001").glob("*.safetensors")

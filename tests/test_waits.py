@@ -1,8 +1,9 @@
-"""From the first forward of a step to its optimizer step, no script copies between the host and the
-device, and none reads a number of the device: a GPU would first have to finish all that is queued.
+"""Between the first forward of a step and its optimizer step, no script copies between host and
+device, and none reads a number from the device: a GPU would first have to finish all that is
+queued.
 
-The meta device stands for a GPU. Torch refuses to read its numbers, also for the places of a mask;
-copies to it are seen here."""
+The meta device stands for a GPU. torch refuses to read numbers from it, also to find the places of
+a mask. Copies to it are recorded here."""
 
 import importlib
 from unittest import mock
@@ -35,8 +36,8 @@ SCRIPTS = dict(
 
 
 class Copies(TorchDispatchMode):
-    """The operations on tensors of the host and of the device, but for numbers of the host, which
-    are arguments of a kernel."""
+    """Records operations that have tensors of both host and device. Single numbers of the host do
+    not count, because they are arguments of a kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class Copies(TorchDispatchMode):
 
 
 class Sampler:
-    """Completions of several lengths for the first prompts."""
+    """A stand-in for the sampler: completions of several lengths for the first prompts."""
 
     def __init__(self, policy, prompts, args, *_, **__):
         self.prompts, self.args = prompts, args
@@ -75,19 +76,19 @@ class Sampler:
 
 
 def known_sum(x: torch.Tensor | float) -> torch.Tensor:
-    """bok.py reads the sum after its loop."""
+    """A stand-in for `all_sum` that knows the number: bok.py reads the sum after its loop."""
     x = torch.as_tensor(x)
     return torch.ones(x.shape, dtype=x.dtype) if x.is_meta else x
 
 
 class Stepped(Exception):
-    """The loop over micro-batches has ended."""
+    """Raised at the end of the loop over micro-batches."""
 
 
 @pytest.fixture
 def loop_of(monkeypatch):
     """`loop_of(script, flags)` runs a script up to its first optimizer step, with real models on
-    the meta device, and returns the copies of its loop over micro-batches."""
+    the meta device, and returns the copies that its loop over micro-batches made."""
 
     def run(script: str, flags: tuple) -> list[str]:
         module, copies, meter = importlib.import_module(script), Copies(), Meter()
