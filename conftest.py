@@ -1,3 +1,3 @@
-"""One set of fixtures for tests/ and the tests of extras/, whichever are run."""
+"""The fixtures that tests/ and the tests of extras/ share, whichever of them are run."""
 
 pytest_plugins = ("warm", "in_process", "engines")

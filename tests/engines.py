@@ -1,4 +1,5 @@
-"""An engine of each kind in the test process, and a policy to sample from."""
+"""Fixtures for tests of engines: one engine of each kind in the test process, and a policy to
+sample from."""
 
 import asyncio
 import os
@@ -27,9 +28,9 @@ RANK_0_OF_1 = dict(
 
 @pytest.fixture(scope="session")
 def engines(device) -> Iterator[dict[str, Engine]]:
-    """Return a cache of engines by kind for all tests: vLLM takes seconds to start and cannot start
-    twice in a process. They are closed at the very end, because vLLM's shutdown leaves the process
-    group."""
+    """Return a cache of engines by kind, for all tests: vLLM takes seconds to start, and cannot
+    start twice in a process. The engines are closed at the very end, because vLLM's shutdown leaves
+    the process group."""
     started: dict[str, Engine] = {}
     yield started
     for engine in started.values():
@@ -51,8 +52,8 @@ def engine(request, engines, device) -> Engine:
 
 @pytest.fixture(scope="module")
 def policy(device) -> Policy:
-    """Return a policy whose weights all differ from the checkpoint and the engine, the tied
-    embedding too."""
+    """Return a policy all of whose weights, the tied embedding too, differ from the checkpoint's
+    and the engine's."""
     policy = load_policy(tiny_model(), Args(dtype="float32"), device)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -69,7 +70,8 @@ def synced(engine, policy) -> Engine:
 
 
 class Flight:
-    """Requests in flight: one coroutine for each."""
+    """Requests that an engine samples, each awaited by a coroutine. The test says when rounds
+    run."""
 
     def __init__(self, engine: Engine, requests: list[Request]):
         self.engine = engine
@@ -100,5 +102,5 @@ class Flight:
 
 
 def stopping(engine: Engine, strings: tuple[str, ...]):
-    """While this is open, the engine has `--stop`."""
+    """Return a context in which the engine has these `--stop` strings."""
     return mock.patch.object(engine, "args", replace(engine.args, stop=strings))

@@ -1,5 +1,5 @@
-"""Data of tests, and what a run has written: metrics, samples, weights, and their comparison.
-processes.py runs scripts."""
+"""What tests of all kinds need: data, and what a run has written (metrics, samples, weights), with
+its comparison. processes.py runs scripts."""
 
 import json
 import shutil
@@ -20,21 +20,21 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer as that of `tiny`, which a test may change: it is of no model."""
+    """Return a tokenizer like that of `tiny`, which a test may change: it belongs to no model."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model())
     tokenizer.name_or_path = ""
     return tokenizer
 
 
 def completion(length: int, finish_reason: str = "stop", said: int = 0) -> Completion:
-    """Return a completion after a prompt of two tokens; all tokens but the first are an
-    environment's reply."""
+    """Return a completion of `length` tokens after a prompt of two. An environment said `said`
+    tokens after its first one."""
     mask = [False] * 2 + [True] + [False] * said + [True] * (length - 1 - said)
     return Completion([0] * (2 + length), mask, prompt_length=2, finish_reason=finish_reason)
 
 
 def samples_of(mb: PackedBatch) -> list[Sample]:
-    """Return the samples of a micro-batch, in one process, in the order of its stream."""
+    """Return the samples of a micro-batch in the order of its stream. In one process only."""
     return [mb.own_samples[index] for index in mb.index_N.tolist()]
 
 
@@ -56,19 +56,20 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def metrics(folder: Path) -> list[dict]:
-    """Return the complete lines: a run may be writing the last one."""
+    """Return the metrics that a run logged. An unfinished last line is left out, as the run may be
+    writing it."""
     lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
     return [json.loads(line) for line in lines]
 
 
 def samples(folder: Path, step: int | None = None) -> list[dict]:
-    """Return the samples that a run logged, or those of one step."""
+    """Return the samples that a run logged, in all steps or in one."""
     lines = read_rows(folder / "samples.jsonl")
     return [line for line in lines if step in (None, line["step"])]
 
 
 def logged(folder: Path, step: int) -> bool:
-    """Return whether a run has logged `step`."""
+    """Return whether a run has logged `step` or a later one."""
     has_file = (folder / "metrics.jsonl").is_file()
     return has_file and any(line["step"] >= step for line in metrics(folder))
 
@@ -78,13 +79,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def stored(folder: Path | str) -> dict[str, torch.Tensor]:
-    """Return the weights of a model's folder by their names in its files."""
+    """Return the weights in a model's folder, by their names in its files."""
     files = sorted(Path(folder).glob("*.safetensors"))
     return {name: weight for file in files for name, weight in load_file(file).items()}
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
-    """Compare bit for bit."""
+    """Compare the exported weights of two runs bit for bit."""
     one, other = weights(one), weights(other)
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -92,7 +93,8 @@ def assert_same_weights(one: Path, other: Path) -> None:
 def assert_close_metrics(
     one: Path, other: Path, names: Sequence[str], rel: float, floor: float = 0.0
 ) -> None:
-    """Compare step by step, relative to the larger value, or to `floor` where both are smaller."""
+    """Compare the metrics of two runs step by step. The tolerance is relative to the larger of two
+    values, or to `floor` if both are smaller."""
     one, other = ([line for line in metrics(folder) if line["step"] > 0] for folder in (one, other))
     assert [line["step"] for line in one] == [line["step"] for line in other]
     assert all(any(name in line for line in one) for name in names), "a metric is never logged"
@@ -105,8 +107,8 @@ def assert_close_metrics(
 def assert_resumes_exactly(
     main: Callable, script: str, *flags: object, folder: Path, finished: int
 ) -> None:
-    """Continue a copy of a finished run without its last checkpoint and compare it with the run,
-    bit for bit."""
+    """Copy a finished run without its last checkpoint, continue the copy, and compare it with the
+    run bit for bit."""
     again = folder.with_name(f"{folder.name}_again")
     shutil.copytree(folder, again, ignore=lambda *_: ["hf", f"step_{finished:06d}"])
     (before,) = again.glob("checkpoints/step_*")
@@ -122,7 +124,7 @@ def assert_resumes_exactly(
 
 
 def short_turns(engine):
-    """While this is open, any lower-case letter ends a turn; the untrained model hardly ever ends
-    one."""
+    """Return a context in which any lower-case letter ends a turn. The untrained model hardly ever
+    ends one by itself."""
     letters = engine.tokenizer.convert_tokens_to_ids([*ascii_lowercase])
     return mock.patch.object(engine, "eos_ids", engine.eos_ids + letters)

@@ -1,4 +1,4 @@
-"""One rank in the test process, runs of scripts in it, and models and data for short runs."""
+"""Runs of scripts on one rank inside the test process, and models and data for short runs."""
 
 import importlib
 import json
@@ -50,15 +50,16 @@ Args = OnlineArgs  # flags of a script that samples and trains
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files with many slow tests first: at the end the workers have short ones to share."""
+    """Run the files with many slow tests first, so that short ones are left at the end, when
+    workers run out of files."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.fixture(scope="session")
 def device() -> Iterator[torch.device]:
-    """Device of a process group of one rank, which scripts that tests start do not inherit. Ctrl-C
-    stops pytest."""
+    """The device of a process group of one rank, which all tests in this process share. Scripts
+    that tests start do not inherit it, and Ctrl-C still stops pytest."""
     handlers = mock.patch("signal.signal")
     with mock.patch.dict("os.environ"), mock.patch.object(sys, "excepthook"), handlers:
         device, _, _ = distributed.setup(0)
@@ -68,7 +69,7 @@ def device() -> Iterator[torch.device]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_fsync() -> Iterator[None]:
-    """See preload.py."""
+    """Skip fsync, which takes a fifth of a short run's time (preload.py does it in ranks)."""
     with mock.patch("os.fsync", lambda _: None):
         yield
 
@@ -95,8 +96,8 @@ def main(device) -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def sums(tmp_path_factory) -> Path:
-    """File with the first rows of the built-in task: encoding all of them takes a second on each
-    rank."""
+    """A file with the first rows of the built-in task. To encode all of them would take a second on
+    each rank."""
     path = tmp_path_factory.mktemp("sums") / "sums.jsonl"
     return write_rows(path, arithmetic_rows("train")[:160])
 
@@ -118,7 +119,8 @@ def words(rng: random.Random, count: int) -> str:
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory) -> Path:
-    """File of pairs of very different lengths, with margins; every third rejected one is short."""
+    """A file of pairs of very different lengths, with margins. Every third rejected side is
+    short."""
     rng, path = random.Random(0), tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     rows = [
         dict(prompt=words(rng, 3), chosen=words(rng, rng.randint(1, 30)),
@@ -137,7 +139,7 @@ def reward_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def online(small, reward_file) -> tuple[object, ...]:
-    """Flags of a short run that samples."""
+    """Flags of a short run of a script that samples."""
     return (
         *small, "--reward", f"{reward_file}:digits", "--max_steps", 2, "--prompts_per_step", 8,
         "--samples_per_prompt", 3, "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4,
@@ -147,8 +149,8 @@ def online(small, reward_file) -> tuple[object, ...]:
 
 
 def talkative(folder: Path, model: str | Path | None = None) -> Path:
-    """Copy a model to `folder` such that most letters end a completion, so that untrained
-    completions are short."""
+    """Copy a model to `folder`, with most letters as tokens that end a completion, so that
+    completions of the untrained model are short."""
     shutil.copytree(model or tiny_model(), folder)
     path = folder / "generation_config.json"
     config = json.loads(path.read_text())
@@ -159,8 +161,8 @@ def talkative(folder: Path, model: str | Path | None = None) -> Path:
 
 
 def write_teacher(folder: Path, vocabulary: int = 364) -> Path:
-    """Write a teacher that differs from `tiny`: narrower, with fewer layers, vocabulary rows
-    without a token, and logits that are not flat."""
+    """Write a teacher that differs from `tiny` in all that may matter: it is narrower, has fewer
+    layers, has vocabulary rows without a token, and its logits are not flat."""
     shutil.copytree(tiny_model(), folder)
     config = AutoConfig.from_pretrained(folder)
     config.hidden_size, config.num_hidden_layers, config.vocab_size = 64, 2, vocabulary

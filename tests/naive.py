@@ -1,4 +1,4 @@
-"""Naive scalar code, and its comparison with functions of columns, values and derivatives."""
+"""Naive scalar code for objectives, and `check`, which compares values and derivatives with it."""
 
 import math
 import statistics
@@ -20,8 +20,8 @@ def columns(rows):
 
 
 def check(function, naive, rows, rel=1e-9):
-    """Compare `function` of columns, with the gradient of the first, to `naive` of one row, which
-    gives (value, derivative)."""
+    """Compare `function` of columns, and the gradient with respect to the first one, with `naive`,
+    which returns (value, derivative) for one row."""
     first, *others = columns(rows)
     first.requires_grad_()
     values = function(first, *others)
@@ -40,7 +40,7 @@ def known(values):
 
 
 def naive_centred(group):
-    """Return the rewards of a group minus their mean; 0 for equal ones, NaN for missing ones."""
+    """Return the rewards of a group minus their mean: 0 for equal ones, NaN for missing ones."""
     mean, equal = statistics.fmean(known(group) or [0.0]), len(set(known(group))) == 1
     return [0.0 if equal and not math.isnan(r) else r - mean for r in group]
 
@@ -54,14 +54,16 @@ def naive_whiten(values):
 
 
 def tokens(new, old, A, low=0.2, high=0.28, mask=None, ids=None) -> PolicyInputs:
-    """Return tokens: trained ones, each a completion of its own, unless `mask` and `ids` differ."""
+    """Return the inputs of a policy loss. By default every token is trained and is a completion of
+    its own."""
     mask = torch.ones(len(new)).bool() if mask is None else mask
     ids = torch.arange(len(new)) if ids is None else ids
     return PolicyInputs(new, old, A, mask, ids, low, high)
 
 
 def disturbed(model):
-    """Perturb a policy: the reference must differ."""
+    """Change all weights of a model a little, so that policy and reference differ. Return the
+    model."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.02)
@@ -69,7 +71,7 @@ def disturbed(model):
 
 
 def naive_logps(hf, sample):
-    """Compute the log-prob of a completion by plain transformers, one sequence at a time."""
+    """Compute the log-prob of one completion with plain transformers."""
     ids = torch.tensor([sample.ids])
     logp_TV = hf(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
     picked = logp_TV.gather(-1, ids[0, 1:, None])[:, 0]

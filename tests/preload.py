@@ -1,4 +1,5 @@
-"""Imports of the process that ranks are forked from: they take most of the time of a short run."""
+"""Imports of the process from which ranks are forked (warm.py). They take most of a short run's
+time, so they happen once."""
 
 import atexit
 import gc

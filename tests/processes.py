@@ -1,5 +1,5 @@
-"""How processes start, wait and end: scripts in ranks that are forked from a warm process, or under
-torchrun."""
+"""Starting processes, waiting for them and checking how they end: scripts in ranks that are forked
+from a warm process (warm.py), or under torchrun."""
 
 import contextlib
 import faulthandler
@@ -33,7 +33,7 @@ def environment(**variables: object) -> dict[str, str]:
 
 
 def until(event: Callable[[], object]) -> object:
-    """Wait until `event` returns a true value, and return it."""
+    """Wait until `event` returns a true value, and return that value."""
     deadline = time.monotonic() + PATIENCE
     while not (found := event()):
         assert time.monotonic() < deadline, "the event does not happen"
@@ -42,7 +42,7 @@ def until(event: Callable[[], object]) -> object:
 
 
 def alive(pid: int) -> bool:
-    """Return whether a process has not ended."""
+    """Return whether a process has not ended yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -50,7 +50,7 @@ def alive(pid: int) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes below `pid`."""
+    """Return the children of a process, their children, and so on."""
     children = []
     with contextlib.suppress(OSError):  # the process may end meanwhile
         for file in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -59,7 +59,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill(*pids: int) -> None:
-    """Send SIGKILL to processes and their descendants."""
+    """Send SIGKILL to processes and all their descendants."""
     for each in [each for pid in pids for each in (pid, *descendants(pid))]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
@@ -70,8 +70,8 @@ def open_files() -> int:
 
 
 class Clock:
-    """Replacement of the module `time` in `modules`: real time plus the seconds `ahead` that a test
-    adds."""
+    """Replaces the module `time` in `modules`: its clock is ahead of the real one by the seconds
+    that a test adds to `ahead`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType):
         self.ahead, self.sleep = 0.0, time.sleep
@@ -83,7 +83,8 @@ class Clock:
 
 
 def last(flags: Sequence[object]) -> list[str]:
-    """Return a command line with each flag once, as given last: a test replaces flags of a list."""
+    """Return a command line that has each flag once, as it was given last. So a test can replace
+    flags of a list."""
     found: dict[str, list[str]] = {}
     name = ""
     for word in map(str, flags):
@@ -95,7 +96,7 @@ def last(flags: Sequence[object]) -> list[str]:
 
 
 def start(ranks: int, script: str | Path, *flags: object, **variables: object) -> subprocess.Popen:
-    """Start a script from its command line, under torchrun with several ranks."""
+    """Start a script by its command line; several ranks under torchrun."""
     torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
     line = [sys.executable, *(torchrun if ranks > 1 else ()), ROOT / script, *last(flags)]
     pipes = dict(stdout=PIPE, stderr=PIPE, text=True)
@@ -105,9 +106,9 @@ def start(ranks: int, script: str | Path, *flags: object, **variables: object) -
 def ended(
     process: subprocess.Popen, ranks: Sequence[int] = (), timeout: float = PATIENCE
 ) -> subprocess.CompletedProcess:
-    """Wait for a launcher and its ranks: the pipes close when the last process has gone. If they
-    hang, kill all. torchrun gives each rank its own session, so `ranks` names those that may
-    outlive the launcher."""
+    """Wait for a launcher and its ranks to end, which is when the last of them has closed the
+    pipes. If they hang, kill all. torchrun gives each rank its own session, so `ranks` names those
+    that may outlive the launcher."""
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except BaseException:
@@ -117,8 +118,8 @@ def ended(
 
 
 def finished(done: subprocess.CompletedProcess, code: int = 0) -> subprocess.CompletedProcess:
-    """Check the exit code and, if it is 0, that neither Python nor CUDA reports an error at
-    exit."""
+    """Check the exit code. If it is 0, check also that neither Python nor CUDA reported an error at
+    the end."""
     text = done.stdout[-4000:] + done.stderr[-8000:]
     assert done.returncode == code, text
     assert code or not any(word in done.stdout + done.stderr for word in BAD_ENDS), text
@@ -135,8 +136,8 @@ def run(
 
 
 def signal_at(rank: int, function: str, folder: Path, step: int, signals: list[int]) -> None:
-    """Let a rank send itself signals at a defined moment, however fast the machine is: at its first
-    calls of `function`, as `os.rename`, after `folder` has logged `step`."""
+    """Let a rank send itself signals at a defined moment, however fast the machine is: one at each
+    of its next calls of `function`, such as `os.rename`, after `folder` has logged `step`."""
     owner, _, name = function.rpartition(".")
     owner, original, pending = resolve_name(owner), resolve_name(function), list(signals)
 
@@ -152,8 +153,8 @@ def signal_at(rank: int, function: str, folder: Path, step: int, signals: list[i
 def run_and_kill(
     ranks: int, script: str | Path, *flags: object, folder: Path, after_step: int, at: str
 ) -> None:
-    """Send SIGKILL to all ranks of a run when rank 0 first calls the function `at` after it logged
-    `after_step`."""
+    """Run a script, and send SIGKILL to all ranks when rank 0 first calls the function `at` after
+    it logged `after_step`."""
     prepare = partial(signal_at, 0, at, folder, after_step, [signal.SIGKILL])
     with Ranks(ranks, script, *flags, prepare=prepare) as started:
         started.processes[0].join(PATIENCE)
@@ -161,7 +162,7 @@ def run_and_kill(
 
 
 def the_error(stderr: str) -> str:
-    """Return the project's error line; torchrun's summary comes after it."""
+    """Return the project's error line from stderr. torchrun's own summary follows it there."""
     ours = stderr.split("torch/distributed/elastic")[0]
     assert "Traceback" not in ours, ours
     (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
@@ -169,13 +170,14 @@ def the_error(stderr: str) -> str:
 
 
 def one_error(ranks: int, script: str, *flags) -> str:
-    """Return the message of a run that must fail. Ranks that wait for a failed rank would hang."""
+    """Run a script that must fail, and return its error. All ranks must end: those that wait for a
+    failed rank would hang the test."""
     return the_error(run(ranks, script, *flags, code=1 if ranks > 1 else 2).stderr)
 
 
 class Ranks:
-    """Ranks of a script, or of the text of one, without the start-up of torchrun. Each calls
-    `prepare` first. As a context manager, it terminates all of them on exit."""
+    """The ranks of a script, or of the text of one, without the start-up of torchrun. Each rank
+    calls `prepare` first. At the end of the context all of them are killed."""
 
     def __init__(
         self,
@@ -218,8 +220,8 @@ class Ranks:
         self.folder.cleanup()
 
     def end(self) -> subprocess.CompletedProcess:
-        """Wait until all ranks have ended or one has failed; then terminate the others, as torchrun
-        does. The exit code of several ranks is 1 if one failed."""
+        """Wait until all ranks have ended or one has failed, then terminate the others, as torchrun
+        does. The exit code of several ranks is 1 if one has failed."""
         while (running := [p for p in self.processes if p.exitcode is None]) and not any(
             p.exitcode for p in self.processes
         ):
@@ -243,8 +245,8 @@ def call_main(
     main: Callable[[], None], words: Sequence[object], code: int, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> tuple[str, str]:  # fmt: skip
-    """Call the `main` of a tool with this command line; it must end with `code`. Return stdout and
-    stderr."""
+    """Call the `main` of a tool with this command line, and check that it ends with `code`. Return
+    stdout and stderr."""
     monkeypatch.setattr(sys, "argv", list(map(str, words)))
     ended = 0
     try:

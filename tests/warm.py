@@ -1,5 +1,5 @@
-"""The process that ranks are forked from: it has imported what scripts import, see preload.py. The
-controller of pytest-xdist starts it for all workers."""
+"""The process from which ranks are forked: it has imported what scripts import (preload.py), so
+that a rank starts at once. The controller of pytest-xdist starts it for all workers."""
 
 import multiprocessing
 import os
@@ -16,7 +16,7 @@ SHARED = "ONEFILE_FORK_SERVER"  # variable with the address of the controller's
 
 
 def start() -> None:
-    """Start the process, unless it runs."""
+    """Start the process, unless it already runs."""
     forkserver.set_forkserver_preload(["preload"])
     # vLLM reads its variables at its import, and not again in a rank.
     variables = dict(
@@ -28,7 +28,7 @@ def start() -> None:
 
 
 def context() -> BaseContext:
-    """Return the context of processes that are forked from it."""
+    """Return the multiprocessing context whose processes are forked from it."""
     server = forkserver._forkserver
     if SHARED not in os.environ:
         start()
@@ -50,8 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Give each file to one worker, and all tests of vLLM's engine, which takes seconds to start,
-    to the same."""
+    """Give all tests of a file to the same worker. One worker gets all tests of vLLM's engine,
+    because it takes seconds to start."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
