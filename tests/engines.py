@@ -1,5 +1,4 @@
-"""Fixtures for tests of engines: one engine of each kind in the test process, and a policy to
-sample from."""
+"""An engine of each kind in the test process, and a policy to sample from, as fixtures."""
 
 import asyncio
 import os
@@ -52,8 +51,8 @@ def engine(request, engines, device) -> Engine:
 
 @pytest.fixture(scope="module")
 def policy(device) -> Policy:
-    """Return a policy all of whose weights, the tied embedding too, differ from the checkpoint's
-    and the engine's."""
+    """Return a policy all of whose weights differ from the checkpoint and the engine, tied or
+    not."""
     policy = load_policy(tiny_model(), Args(dtype="float32"), device)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -70,8 +69,7 @@ def synced(engine, policy) -> Engine:
 
 
 class Flight:
-    """Requests that an engine samples, each awaited by a coroutine. The test says when rounds
-    run."""
+    """Requests that an engine samples, a coroutine for each. The test says when rounds run."""
 
     def __init__(self, engine: Engine, requests: list[Request]):
         self.engine = engine

@@ -56,8 +56,7 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def metrics(folder: Path) -> list[dict]:
-    """Return the metrics that a run logged. An unfinished last line is left out, as the run may be
-    writing it."""
+    """Return the metrics that a run logged, without a last line that it may be writing."""
     lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
     return [json.loads(line) for line in lines]
 
@@ -124,7 +123,7 @@ def assert_resumes_exactly(
 
 
 def short_turns(engine):
-    """Return a context in which any lower-case letter ends a turn. The untrained model hardly ever
-    ends one by itself."""
+    """Return a context in which any lower-case letter ends a turn; untrained models hardly end
+    one."""
     letters = engine.tokenizer.convert_tokens_to_ids([*ascii_lowercase])
     return mock.patch.object(engine, "eos_ids", engine.eos_ids + letters)

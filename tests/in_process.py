@@ -50,8 +50,8 @@ Args = OnlineArgs  # flags of a script that samples and trains
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the files with many slow tests first, so that short ones are left at the end, when
-    workers run out of files."""
+    """Run files with many slow tests first, so that the workers have short ones to share at the
+    end."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
 
@@ -96,8 +96,8 @@ def main(device) -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def sums(tmp_path_factory) -> Path:
-    """A file with the first rows of the built-in task. To encode all of them would take a second on
-    each rank."""
+    """A file with the first rows of the built-in task, whose encoding takes a second on each
+    rank."""
     path = tmp_path_factory.mktemp("sums") / "sums.jsonl"
     return write_rows(path, arithmetic_rows("train")[:160])
 
@@ -119,8 +119,7 @@ def words(rng: random.Random, count: int) -> str:
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory) -> Path:
-    """A file of pairs of very different lengths, with margins. Every third rejected side is
-    short."""
+    """A file of pairs of very different lengths, with margins; some rejected sides are short."""
     rng, path = random.Random(0), tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     rows = [
         dict(prompt=words(rng, 3), chosen=words(rng, rng.randint(1, 30)),

@@ -54,16 +54,14 @@ def naive_whiten(values):
 
 
 def tokens(new, old, A, low=0.2, high=0.28, mask=None, ids=None) -> PolicyInputs:
-    """Return the inputs of a policy loss. By default every token is trained and is a completion of
-    its own."""
+    """Return a policy loss's inputs. By default each token is trained, a completion of its own."""
     mask = torch.ones(len(new)).bool() if mask is None else mask
     ids = torch.arange(len(new)) if ids is None else ids
     return PolicyInputs(new, old, A, mask, ids, low, high)
 
 
 def disturbed(model):
-    """Change all weights of a model a little, so that policy and reference differ. Return the
-    model."""
+    """Change all weights of a model a little, so that it differs from the reference. Return it."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.02)

@@ -83,8 +83,7 @@ class Clock:
 
 
 def last(flags: Sequence[object]) -> list[str]:
-    """Return a command line that has each flag once, as it was given last. So a test can replace
-    flags of a list."""
+    """Return a command line with each flag once, as given last: a test can replace listed flags."""
     found: dict[str, list[str]] = {}
     name = ""
     for word in map(str, flags):
@@ -118,8 +117,7 @@ def ended(
 
 
 def finished(done: subprocess.CompletedProcess, code: int = 0) -> subprocess.CompletedProcess:
-    """Check the exit code. If it is 0, check also that neither Python nor CUDA reported an error at
-    the end."""
+    """Check the exit code, and if it is 0 that neither Python nor CUDA reported an error."""
     text = done.stdout[-4000:] + done.stderr[-8000:]
     assert done.returncode == code, text
     assert code or not any(word in done.stdout + done.stderr for word in BAD_ENDS), text

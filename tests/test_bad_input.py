@@ -191,8 +191,7 @@ def test_bad_pair_is_refused_by_name(bad, words, script, tokenizer):
 
 
 def encoded(script, rows: list[dict], columns: tuple[str, ...], tokenizer, **flags):
-    """Return the samples of these rows, named x:0, x:1, ..., and the counts of rows that were
-    dropped."""
+    """Return the samples of these rows, named x:0, x:1, ..., and the counts of dropped rows."""
     args = script.Args(**dict(max_length=2048) | flags)
     rows = [row | dict(_source=f"x:{i}") for i, row in enumerate(rows)]
     return args, *encode_all(script.encode_row, rows, columns, Encoder(tokenizer, args), args)

@@ -112,7 +112,7 @@ def test_step_without_kept_completions_does_not_update(online, tmp_path):
 def test_run_with_a_truncated_distribution_is_not_compared_with_the_trainer(
     online, main, tmp_path, capsys
 ):
-    """With top-p the engine's log-probs are of another distribution, so a comparison would end the
+    """With top-p the engine's log-probs are of another distribution: comparing would end the
     run."""
     main("bok", *online, "--max_steps", 1, "--top_k", 2, "--top_p", 0.9, "--output_dir", tmp_path)
     assert "engine and trainer are not compared" in capsys.readouterr().out

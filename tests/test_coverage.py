@@ -47,8 +47,7 @@ def test_page_names_every_architecture():
 
 @pytest.mark.parametrize("left_out", ["scale", "softcap", "bias_V"])
 def test_incomplete_head_is_refused(left_out, tmp_path, device, monkeypatch):
-    """The check at load must notice if the chunked log-probs leave out one of the model's
-    operations on logits."""
+    """The check at load notices that log-probs lack one of the model's operations on logits."""
 
     def without(logits, *rest):
         return token_logprobs(
@@ -83,8 +82,7 @@ def test_attention_to_later_tokens_is_refused(tmp_path, device):
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_rotary_embeddings_that_mix_sequences_are_refused(kind, tmp_path, device):
-    """Gemma 3 has its own rotary embeddings for each type of layer, and one of them is replaced
-    here."""
+    """Gemma 3 has rotary embeddings for each type of layer; one of them is replaced."""
     path = checkpoint("gemma3_text", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     lengths = dict(
@@ -97,8 +95,7 @@ def test_rotary_embeddings_that_mix_sequences_are_refused(kind, tmp_path, device
 
 
 def test_loading_draws_no_random_numbers(tmp_path, device):
-    """Gemma's embedding has a buffer that loading must rebuild, but not by initialising the weight
-    anew."""
+    """Loading must rebuild a buffer of Gemma's embedding, but not initialise the weight again."""
     path = checkpoint("gemma2", tmp_path)
     before = torch.get_rng_state()
     load_policy(path, ARGS, device)

@@ -25,8 +25,7 @@ LESS = {  # than in the recipes
 
 @pytest.mark.parametrize("learns", [False, pytest.param(True, marks=pytest.mark.curve)])
 def test_demo_trains_by_sft_and_then_by_grpo(learns, main, sums, tmp_path, monkeypatch, capsys):
-    """demo.py runs unchanged, except that its launches start from the tiny model with two of its
-    four layers."""
+    """demo.py runs unchanged, but launches the tiny model with two of its four layers."""
     model, out = shutil.copytree(tiny_model(), tmp_path / "model"), tmp_path / "demo"
     layers = dict(num_hidden_layers=2, layer_types=["full_attention"] * 2)
     AutoModelForCausalLM.from_pretrained(model, **layers).save_pretrained(model)

@@ -1,5 +1,4 @@
-"""dpo.py: its log-probs are those of plain transformers, the reference's are stored, and its loss
-is the one that it states."""
+"""dpo.py: its log-probs are those of plain transformers, the reference's are stored; its loss."""
 
 import math
 from dataclasses import replace

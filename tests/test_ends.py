@@ -1,5 +1,5 @@
 """Completions of a base model end, although its chat template ends turns with another token than
-its EOS."""
+EOS."""
 
 import json
 import shutil
@@ -33,8 +33,7 @@ def base(tmp_path):
 
 @pytest.mark.slow
 def test_completions_end_after_training_on_chats(main, base, tmp_path):
-    """After sft.py, completions must end in grpo.py, in eval.py and in transformers'
-    `model.generate`."""
+    """After sft.py they must end in grpo.py, in eval.py and in transformers' `model.generate`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     chats = [

@@ -37,7 +37,7 @@ evaluation = importlib.import_module("eval")  # `import eval` would hide the bui
 
 @pytest.fixture(scope="module")
 def models(small, device, tmp_path_factory):
-    """A language model that answers with digits (the untrained one, made less random), and a reward
+    """A language model that answers with digits (untrained, made less random), and a reward
     model."""
     folder = tmp_path_factory.mktemp("models")
     path, args = str(small[1]), TrainArgs(dtype="float32")
@@ -424,8 +424,7 @@ class Silent:
 
 @pytest.mark.slow
 def test_stored_episodes_give_the_same_results(small, main, tmp_path):
-    """The file has the environment's rewards. The run is compared to itself, so every pair is a
-    tie."""
+    """The file has the environment's rewards. Compared to the run itself, every pair is a tie."""
     model = talkative(tmp_path / "model", small[1])
     (tmp_path / "silent.py").write_text(SILENT)
     flags = (

@@ -217,8 +217,7 @@ HYBRID, CONTEXT = ("--shard_ranks", 2), ("--context_ranks", 2)
     ],
 )
 def test_layouts_of_four_ranks_are_equal(script, layout, ranks, flags, tmp_path):
-    """The layouts: two copies of the model, context groups of two ranks, and three ranks that only
-    sample."""
+    """Two copies of the model, context groups of two ranks, and three ranks that only sample."""
     run(4, f"{script}.py", *flags(script), *layout, "--output_dir", tmp_path)
     of_rollout_ranks = ("sampling/staleness", "sampling/version_spread")
     assert_equal_runs(ranks(4, script), tmp_path, of_rollout_ranks)
@@ -284,7 +283,7 @@ def test_two_ranks_set_a_damaged_checkpoint_aside(two_ranks, flags, tmp_path):
 
 
 def test_two_nodes_give_the_weights_of_one_node(two_ranks, flags, tmp_path):
-    """Each rank is told that it is alone on its machine. tests/parallel/test_nodes.py has two
+    """Each rank is told that its machine has no other. tests/parallel/test_nodes.py has two
     torchruns."""
     node = (
         "import os, runpy\nos.environ |= dict(LOCAL_RANK='0', LOCAL_WORLD_SIZE='1')\n"

@@ -39,8 +39,7 @@ def with_vllm(flags, tmp_path_factory):
 )
 def test_run_does_not_depend_on_where_vllm_samples(ranks, where, with_vllm, flags, tmp_path):
     """Weights go from the shards, one parameter after the other, to two engines on two ranks, or to
-    a rank that does not train. With AVX-512, vLLM's ranks share memory, under one name for all
-    launches."""
+    a rank that does not train. With AVX-512, vLLM's ranks share memory under one name."""
     run(ranks, "grpo.py", *flags, *where.split(), "--output_dir", tmp_path)
     assert not list(Path("/dev/shm").glob("*cpushm*"))
     one, other = ([s["completion"] for s in samples(folder)] for folder in (with_vllm, tmp_path))

@@ -224,8 +224,7 @@ PENALTIES = dict(beta=0.3, kl_estimator="k2", entropy_coef=0.2)
     ],
 )  # fmt: skip
 def test_objective_equals_naive_code(script, call, changed, bounds):
-    """The importance weight is at most 2, and multiplies the policy loss but not the other
-    terms."""
+    """The importance weight, at most 2, multiplies the policy loss but not the other terms."""
     args, x = script.Args(**changed), streams()
     new, old, engine, ref, entropy = x
     beta = 0 if changed.get("kl_in") == "return" else changed.get("beta", 0)
@@ -314,8 +313,8 @@ def naive_weight(mask, reduction, num_tokens, num_sequences):
 @given(st.lists(masks, min_size=1, max_size=6), st.sampled_from(REDUCTIONS),
        st.sampled_from([8, 20, 1000]))  # fmt: skip
 def test_reduction_weights_equal_naive_code(masks, reduction, pack_tokens):
-    """A token has the id 100 * sequence + position. A pack without sequences has one token of
-    weight 0."""
+    """A token's id is 100 * sequence + position. A pack without sequences has a token of weight
+    0."""
     masks = [[False, *mask[1:]] for mask in masks]
     made = [Sample([100 * n + i for i in range(len(m))], m) for n, m in enumerate(masks)]
     num_tokens, num_sequences = sum(map(sum, masks)), sum(map(any, masks))

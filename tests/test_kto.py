@@ -151,8 +151,7 @@ def test_next_differing_prompt_equals_a_search(prompts):
 
 
 def test_each_completion_is_read_a_few_times_whatever_the_order():
-    """The rows are sorted by prompt, so a search for another prompt from each row would read 40,000
-    rows."""
+    """Rows are sorted by prompt: searching another prompt from each would read 40,000 rows."""
     rows = [dict(prompt=f"{i // 200}+1=", completion=str(i), label=i % 2 == 0) for i in range(400)]
     args, _ = encode(rows[:201], KTO_COLUMNS[0])
     samples = [

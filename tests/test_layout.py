@@ -143,8 +143,7 @@ def seams(path: Path) -> list[str]:
 
 
 def test_extras_enter_at_the_seams_alone():
-    """The reading order lists these modules. Rewards, tasks and environments enter by names in
-    tables."""
+    """The reading order lists them. Rewards, tasks and environments enter by names in tables."""
     found = {dotted(path): names for path in FILES if (names := seams(path))}
     page = (ROOT / "course/reading_order.md").read_text(encoding="utf-8")
     missing = [
@@ -214,8 +213,7 @@ def lines(files: Iterable[Path]) -> int:
 
 
 def reached(script: str) -> set[str]:
-    """Return the modules of common/ that a script imports at its top, directly or through
-    others."""
+    """Return the modules of common/ that a script imports at its top, or that these import."""
     paths = {dotted(path): path for path in FILES}
     found: set[str] = set()
     todo = [script]
@@ -247,8 +245,7 @@ def test_changelog_sends_nobody_to_a_flag_that_is_gone():
 
 
 def test_sums():
-    """The lines of common/ and of tests are not bounded, because a bound of lines makes code
-    dense."""
+    """The lines of common/ and of tests are not bounded: such a bound makes code dense."""
     sums = dict(
         sft_reaches=(len(reached("sft")), 40),
         grpo_reaches=(len(reached("grpo")), 62),
@@ -332,8 +329,8 @@ def names_of(group: type) -> set[str]:
 
 
 def functions_with_flags() -> Iterator[tuple[str, str, ast.AST, type]]:
-    """Yield for each function with a parameter of flags: its name, the parameter, the function and
-    the type of the flags."""
+    """Yield for each function with a parameter of flags its name, the parameter, the function and
+    its type."""
     for path in READERS:
         for function in ast.walk(tree(path)):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -360,8 +357,7 @@ def test_function_reads_only_flags_of_the_group_that_it_takes():
 
 
 def test_no_flag_is_asked_for_that_a_script_may_lack():
-    """A flag that only some scripts have is handed over by the script to the function that reads
-    it."""
+    """A script hands a flag that only it has to the function that reads it."""
     asked = set()
     for path in READERS:
         for node in ast.walk(tree(path)):

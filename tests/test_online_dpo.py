@@ -18,8 +18,7 @@ NAN = math.nan
 
 
 def chosen(*rewards: float) -> list[int]:
-    """Return the places of the chosen and the rejected completion in a group; an empty list if it
-    has no pair."""
+    """Return the places of chosen and rejected in a group, or an empty list if it has no pair."""
     (signs,) = preferences(torch.tensor([rewards], dtype=torch.float64)).tolist()
     assert set(signs) <= {1, 0, -1} and signs.count(1) == signs.count(-1) <= 1
     return [signs.index(1), signs.index(-1)] if any(signs) else []
@@ -62,8 +61,7 @@ def sigmoid(x: float) -> float:
 @pytest.mark.parametrize("referenced", [True, False])
 @pytest.mark.parametrize("sft_weight", [0.0, 0.5])
 def test_loss_and_gradient_equal_naive_code(referenced, sft_weight):
-    """The loss is DPO's and, with another weight, SPPO's, plus the log-likelihood of the chosen
-    one."""
+    """The loss is DPO's and, with another weight, SPPO's, plus the chosen's log-likelihood."""
     groups = [
         [Sample([1] * (2 + n), [False] * 2 + [True] * n, prompt_length=2) for n in pair]
         for pair in LENGTHS
@@ -108,8 +106,7 @@ def test_loss_and_gradient_equal_naive_code(referenced, sft_weight):
 
 @pytest.mark.slow
 def test_first_loss_is_ln_2_and_equal_rewards_change_nothing(online, main, tmp_path):
-    """Before the first update the loss is -log sigmoid(0). If all rewards are equal there is no
-    update."""
+    """The first loss is -log sigmoid(0). If all rewards are equal there is no update."""
     flags = (*online, "--minibatches", 1)
     main("online_dpo", *flags, "--max_steps", 1, "--output_dir", tmp_path / "a")
     assert metrics(tmp_path / "a")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)

@@ -1,5 +1,4 @@
-"""What scripts that sample have in common: penalties, missing rewards, loading of weights, and
-passes before an update."""
+"""What scripts that sample share: penalties, missing rewards, loads of weights, first forwards."""
 
 import importlib
 
@@ -89,8 +88,7 @@ IN_LOSS = ("--beta", 0.5)
     ],
 )
 def test_a_completion_without_a_reward_is_not_trained_on(script, extra, online, main, tmp_path):
-    """If one of four completions has no reward, the run is the same as with the other three
-    alone."""
+    """If one of four completions has no reward, the run is as with the other three."""
     reward = write(tmp_path / "reward.py", UNSCORED)
     flags = (*online, *extra, "--reward", f"{reward}:first_three", "--prompts_per_step", 4)
     for samples in (3, 4):

@@ -23,8 +23,7 @@ SCORES = torch.tensor([1.5, -0.7, 0.0, -2.0, 0.4, -1.1]).double()
 
 
 def make_samples() -> list[Completion]:
-    """Return six completions. The fourth has tool output in its middle, the last one is not
-    trained."""
+    """Return six completions: the fourth has tool output in it, the last one is not trained."""
     made = [
         Completion([1] * (3 + length), [False] * 3 + [True] * length, prompt_length=3)
         for length in LENGTHS
@@ -35,8 +34,7 @@ def make_samples() -> list[Completion]:
 
 
 def make_batch(seed: int = 0) -> tuple[PackedBatch, torch.Tensor]:
-    """Return a pack with random values, and rewards that have a score at the end of every
-    completion."""
+    """Return a pack with random values, and rewards with a score at each completion's end."""
     (mb,), generator = pack(make_samples(), 8192, CPU), torch.Generator().manual_seed(seed)
     mb = mb.with_streams(values_T=torch.randn(len(mb.targets_T), generator=generator))
     return mb, 0.1 * torch.randn(len(mb.targets_T), generator=generator) + token_rewards(

@@ -27,8 +27,8 @@ groups = st.lists(st.lists(reward, min_size=3, max_size=3), min_size=1, max_size
 
 
 def completion(sampled: int, said: int = 0) -> Completion:
-    """Return a completion of which the model sampled `sampled` tokens. An environment's reply
-    follows the first of them."""
+    """Return a completion with `sampled` sampled tokens. An environment's reply follows the
+    first."""
     mask = [False] * 2 + [True] * min(sampled, 1) + [False] * said + [True] * (sampled - 1)
     mask = mask if sampled else [False] * 3
     return Completion([0] * len(mask), mask, prompt_length=2)

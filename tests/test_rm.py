@@ -31,8 +31,7 @@ def trained(small, pairs, main, tmp_path_factory):
 
 @pytest.mark.slow
 def test_transformers_gives_the_export_equal_scores(trained, device):
-    """Scores are equal one sequence at a time, in a padded batch, and when rm.py loads the export
-    again."""
+    """Scores are equal one sequence at a time, in a padded batch, and if rm.py loads the export."""
     from transformers import AutoModelForSequenceClassification
 
     tokenizer = load_tokenizer(str(trained / "hf"))

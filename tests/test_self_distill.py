@@ -129,8 +129,7 @@ def test_hinted_prompt_that_does_not_fit_is_dropped_and_counted(device):
 
 
 def packed(device):
-    """Return completions with their hinted prompts ([] for one without a hint), and their
-    micro-batches."""
+    """Return completions with their hinted prompts ([]: no hint), and their micro-batches."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(n: int) -> list[int]:
@@ -216,8 +215,7 @@ def test_teacher_with_adapters_is_the_policy_with_other_adapters(device, small):
 
 @pytest.mark.slow
 def test_only_hinted_completions_are_trained_on(online, main, tmp_path, monkeypatch):
-    """No completion is right, so none gives another one a hint, and there is nothing to train
-    on."""
+    """No completion is right, so there is no hint, and nothing to train on."""
     reward = write(tmp_path / "reward.py", "def never(completion, row): return 0.0")
     packed, original = [], self_distill.split_pairs
     monkeypatch.setattr(self_distill, "split_pairs", lambda mb: packed.append(mb) or original(mb))

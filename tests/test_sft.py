@@ -92,8 +92,7 @@ def test_loss_and_gradient_equal_naive_code(name, rows):
 
 
 def test_cost_of_a_template_that_rewrites_turns_is_said_once(small, tmp_path):
-    """The line has the tokens of whole sequences, and their number if common prefixes count
-    once."""
+    """The line has the tokens of whole sequences, and those left if prefixes count once."""
     (tmp_path / "rewriting.jinja").write_text(REWRITING)
     chats = [[*[ASKED, said(x, thinking="hm")] * n] for n, x in enumerate(["2", "two", "II"], 1)]
     file = write_rows(tmp_path / "chats.jsonl", [dict(messages=chat) for chat in chats])

@@ -1,6 +1,5 @@
 """Between the first forward of a step and its optimizer step, no script copies between host and
-device, and none reads a number from the device: a GPU would first have to finish all that is
-queued.
+device, and none reads a number from the device: a GPU would first finish all that is queued.
 
 The meta device stands for a GPU. torch refuses to read numbers from it, also to find the places of
 a mask. Copies to it are recorded here."""
