@@ -336,7 +336,7 @@ def after(before, messages: list[dict]) -> list[dict] | None:
 
 @with_one_engine
 def test_an_agent_that_plays_an_environment_has_its_episodes(play, synced, tmp_path):
-    """The ids are those of the environment's episodes, with limits on turns and on tokens too."""
+    """Its ids are those of the environment's episodes, also with limits on turns and tokens."""
     (tmp_path / "counter.py").write_text(COUNTER)
     rows = [dict(prompt=f"{n}?", turns=n, _source=f"rows:{n}") for n in (1, 2, 3, 9)]
     environment = f"{tmp_path / 'counter.py'}:Counter"
@@ -466,7 +466,7 @@ async def play(row, base_url, api_key):
 
 @with_one_engine
 def test_the_endpoint_answers_whatever_is_sent(play, monkeypatch, capfd):
-    """In silence: the terminal is the run's."""
+    """It prints nothing meanwhile: the terminal belongs to the run."""
     monkeypatch.setattr("extras.agents.endpoint.STRANGERS", 20)
     hostile = play(HOSTILE, [dict(_source="rows:1")], max_turns=40, max_new_tokens=60)
     ((sample,),) = hostile(1)
@@ -561,7 +561,7 @@ def test_a_sampled_episode_has_the_same_tokens_in_each_dialect(play, capfd):
 
 @with_one_engine
 def test_an_episode_with_calls_has_the_same_tokens_in_each_dialect(play, synced, monkeypatch):
-    """The official clients read the streams, if they are installed."""
+    """If the official clients are installed, they must be able to read the streams."""
     args = Args(chat_template=str(ROOT / "configs/templates/tiny_tools.jinja"))
     tokenizer = load_tokenizer(tiny_model(), args)
     monkeypatch.setattr(synced, "tokenizer", tokenizer)

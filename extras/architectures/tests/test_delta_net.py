@@ -57,7 +57,7 @@ def write_model(folder, *layers: str) -> str:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
-    """Two layers: a delta net and attention."""
+    """A model of two layers: a delta net and attention."""
     return write_model(tmp_path_factory.mktemp(QUICK), "linear_attention", "full_attention")
 
 
@@ -93,8 +93,8 @@ def assert_equal(one: tuple, other: tuple) -> None:
 
 
 def test_pack_has_the_numbers_of_its_sequences_alone(path, device):
-    """Values and gradients, of sequences of 1 to 300 targets in any order. Activation checkpointing
-    changes nothing."""
+    """Values and gradients are equal for sequences of 1 to 300 targets in any order, with
+    activation checkpointing and without."""
     policy = load_policy(path, SHORT, device)
     alone = numbers(policy, [[s] for s in samples()], device)
     assert_equal(numbers(policy, [samples()[::-1]], device), alone)
@@ -104,7 +104,7 @@ def test_pack_has_the_numbers_of_its_sequences_alone(path, device):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels may be called here")
 def test_installed_kernels_are_not_called_on_a_cpu(path, device, monkeypatch):
-    """Transformers calls the kernels of an installed package on every device."""
+    """transformers would call the kernels of an installed package on every device."""
     policy = load_policy(path, SHORT, device)
     module = sys.modules[type(policy.hf).__module__]
     for name in (CONVOLUTION, RECURRENCE, *ONE_TOKEN):
@@ -142,7 +142,7 @@ def test_context_ranks_are_refused(path, device):
 
 
 def test_other_recurrences_are_refused(tmp_path, device):
-    """MiniMax has layers of the same name in its config, with another recurrence."""
+    """MiniMax has layers of the same name in its config, but with another recurrence."""
     fields = SIZES | dict(num_experts_per_tok=2, num_local_experts=4, block_size=16)
     types = ["linear_attention", "full_attention"] * 2
     config = AutoConfig.for_model("minimax", **fields, layer_types=types)
@@ -153,7 +153,7 @@ def test_other_recurrences_are_refused(tmp_path, device):
 
 @pytest.mark.slow
 def test_compiled_block_has_the_same_numbers(tmp_path, device):
-    """Forward and backward. tests/model/test_policy.py has attention and packs of other lengths."""
+    """Forward and backward are equal. tests/model/test_policy.py has attention and other packs."""
     path = write_model(tmp_path, "linear_attention")
     plain = load_policy(path, SHORT, device)
     with torch.compiler.set_stance("force_eager"):
@@ -190,7 +190,7 @@ def kept_bytes(block: nn.Module, **inputs) -> int:
     ],
 )
 def test_predicted_memory_of_a_delta_net_is_what_it_keeps(sizes, device):
-    """By transformers' torch code; 2 to 6% more in these shapes."""
+    """With transformers' torch code the prediction is 2 to 6% higher for these shapes."""
     config = AutoConfig.for_model(QUICK, **SIZES | ARCHITECTURES[QUICK] | sizes)
     hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     keep_sequences_apart(hf)
@@ -203,7 +203,7 @@ def test_predicted_memory_of_a_delta_net_is_what_it_keeps(sizes, device):
 
 @torch.no_grad()
 def test_engine_of_transformers_samples_from_the_trained_weights(path, device):
-    """Its cache has the states of this model alone: neither of old weights nor of other rows."""
+    """Its cache holds states of this model only, neither of old weights nor of other rows."""
     policy, tokenizer = load_policy(path, SHORT, device), load_tokenizer(path)
     engine = TransformersEngine(path, SHORT, tokenizer, device, True)
     for _ in range(2):
@@ -218,7 +218,7 @@ def test_engine_of_transformers_samples_from_the_trained_weights(path, device):
 
 
 def test_attention_is_counted_in_its_layers_alone(path, device):
-    """The operations grow with the square of a length in one layer of two."""
+    """Operations grow with the square of a length in one of the two layers."""
     policy = load_policy(path, SHORT, device)
     config = policy.hf.config
     (one,) = pack(samples((101,)), 1000, device)
@@ -265,5 +265,5 @@ def test_adapters_of_delta_nets(path, sums, tmp_path, main):
 
 @pytest.mark.slow
 def test_vllm_keeps_nothing_of_old_weights(tmp_path):
-    """Nor of a state of a delta net."""
+    """Neither weights nor states of a delta net may stay from before."""
     require_vllm_keeps_nothing(QUICK, tmp_path)

@@ -11,8 +11,8 @@ from extras.architectures.tests.test_mxfp4 import pack_experts
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "gpt_oss"])
 def test_vllm_samples_from_the_trained_weights(model_type, sums, tmp_path):
-    """They change in every step. Qwen3-VL's language model has no class of its own in vLLM, whose
-    reload leaves gpt-oss's experts and sinks as they were."""
+    """Weights change in every step. Qwen3-VL's language model has no class of its own in vLLM, and
+    vLLM's reload forgets gpt-oss's experts and sinks."""
     pytest.importorskip("vllm")
     path = checkpoint(model_type, tmp_path / "model")
     if model_type == "gpt_oss":

@@ -63,7 +63,7 @@ def dequantized(path: str) -> torch.nn.Module:
 
 
 def test_weights_are_those_of_transformers_and_the_export_has_floats(path, tmp_path, device):
-    """The export names no quantization; transformers opens it with equal weights."""
+    """The export names no quantization, and transformers opens it with equal weights."""
     expected = dequantized(path).state_dict()
     policy = load_policy(path, ARGS, device)
     loaded = policy.hf.state_dict()
@@ -110,7 +110,7 @@ def test_engine_of_transformers_samples_from_the_packed_weights(path, device):
 
 
 def test_sinks_and_windows_are_those_of_eager_attention(tmp_path, device):
-    """With sinks that take most of the attention, and sequences beyond the window."""
+    """Sinks take most of the attention here, and sequences are longer than the window."""
     path = checkpoint("gpt_oss", tmp_path)
     for file in tmp_path.glob("*.safetensors"):
         weights = load_file(file)

@@ -150,7 +150,7 @@ def test_right_program_passes_and_wrong_program_fails(form):
 
 
 def test_nulls_of_a_table_are_ignored():
-    """It gives every row all columns, and every test the keys of all."""
+    """A table gives every row all columns, and every test the keys of all tests."""
     empty = dict(function=None, args=None, kwargs=None, result=None, input=None, output=None)
     tests = [empty | dict(input="1", output="2"), empty | dict(function="f", args=[1])]
     columns = dict.fromkeys(["input_output", "test_list", "test"]) | dict(tests=tests)
@@ -205,7 +205,7 @@ TESTS = {
 
 
 def test_each_test_has_its_own_verdict():
-    """One program has the functions of all; the last test shows that it has not ended."""
+    """One program has the functions of all tests. The last test shows that it has not ended."""
     tests, right, wrong = zip(*TESTS.values(), strict=True)
     for programs, passed in ((right, True), (wrong, False)):
         source = "\n".join([*programs, "def lives(): return True"])
@@ -300,7 +300,7 @@ CAUGHT = [  # tests that expect an exception
 
 
 def test_exceptions_of_the_program_do_not_steer_tests():
-    """Each fails a test that does not catch it itself."""
+    """Each of them fails a test that does not catch it itself."""
     tests = asserts(*STEERED, *CAUGHT, "assert lives()")
     verdicts = [passed for _, passed in code_reward.results(RAISES, tests, LIMITS, False)]
     passed = {test for test, verdict in zip(tests["tests"], verdicts, strict=True) if verdict}
@@ -385,7 +385,7 @@ def test_tests_share_one_time_limit(monkeypatch):
 
 
 def test_program_is_watched_while_the_judge_computes():
-    """The file limit ends it in the middle of a long test."""
+    """The limit on files ends the program in the middle of a long test."""
     source = """
 import threading
 def work():
@@ -482,7 +482,7 @@ def test_program_for_stdin_is_no_test_or_example_behind_it(kind):
 
 
 def test_the_last_block_that_is_a_program_is_extracted():
-    """The tests show no name of it."""
+    """The tests do not show a name that the program must define."""
     prints, silent = "def f():\n    return 7\n\nprint(f())", row(tests=[dict(input="", output="7")])
     assert program_in(fenced(prints) + fenced("print(7)"), silent) == "print(7)\n"
     for other in ("assert f() == 7", "7", "# 7", "result = 7"):
@@ -504,7 +504,7 @@ def test_prompt_is_prepended_only_if_it_is_a_stub():
     "```\n" * 30_000, " ```x\n" * 20_000,
 ])  # fmt: skip
 def test_blocks_are_found_in_linear_time(text):
-    """Quadratic time would be minutes."""
+    """In quadratic time this would take minutes."""
     program_in(text, STDIN)
     same_output(text, text + "x")
 
@@ -714,7 +714,7 @@ ENDLESS = {"prints the right answer and never ends", "sleeps when called"}
 
 @pytest.fixture(scope="session")
 def hostile_rewards() -> dict[tuple[str, str], float]:
-    """All programs on all kinds of tests, at once: the endless ones wait together."""
+    """All hostile programs on all kinds of tests, run at once: the endless ones wait together."""
 
     def reward_of(case: tuple[str, str]) -> float:
         name, kind = case
@@ -786,7 +786,7 @@ def test_code_reward_requires_confinement_or_a_flag(monkeypatch):
 
 
 def test_a_run_waits_for_no_program_and_leaves_no_thread(tmp_path, monkeypatch):
-    """Programs end with their parent: test_sandbox.py."""
+    """That programs end with their parent is in test_sandbox.py."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     threads, children = set(threading.enumerate()), set(descendants(os.getpid()))
     row = dict(tests=[dict(input="", output="1")], _source="a:1")

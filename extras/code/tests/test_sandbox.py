@@ -122,7 +122,7 @@ def test_good_programs_run(source, stdin, stdout):
 
 
 def test_standard_library_can_be_imported():
-    """All of its modules, except those with side effects at import."""
+    """The test imports all modules, except those with side effects."""
     skip = {"antigravity", "this", "idlelib", "turtledemo", "test", "lib2to3", "msilib", "nt"}
     skip |= {"tkinter", "turtle"}
     names = sorted(name for name in sys.stdlib_module_names - skip if not name.startswith("_"))
@@ -145,12 +145,12 @@ def test_standard_library_can_be_imported():
     ("print('x' * 1001)", "output limit"), ("print('x' * 999)", "ok"),
 ])  # fmt: skip
 def test_status_of_a_program(source, status):
-    """The hostile programs have the others."""
+    """The hostile programs have the other statuses."""
     assert run_program(source, "", Limits(PATIENCE, output_bytes=1000)).status == status
 
 
 def test_time_is_that_of_the_program(monkeypatch):
-    """The start of the interpreter does not count, the end of the program does."""
+    """It does not include the interpreter's start, but includes the program's end."""
     clock = Clock(monkeypatch, process, program)
     start, wait = process.Child._start, process.Child.wait
 
@@ -208,7 +208,7 @@ ENDS = ["print(1)", "1 / 0", "x = ", "x = 1\0", "import sys\nsys.exit()", "impor
 
 
 def test_many_runs_leave_nothing_behind(monkeypatch):
-    """Not even those that Ctrl-C interrupts."""
+    """Runs that Ctrl-C interrupts leave nothing either."""
     run_program("print(1)", "", LIMITS)
     before, threads = open_files(), len(os.listdir("/proc/self/task"))
     children = set(descendants(os.getpid()))  # of other tests
@@ -230,7 +230,7 @@ def test_many_runs_leave_nothing_behind(monkeypatch):
 
 
 def test_program_dies_with_its_parent(tmp_path):
-    """A killed parent cannot clean up: the kernel ends the program."""
+    """A parent that is killed cannot clean up, so the kernel ends the program."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + (
         "from extras.code.sandbox.program import *\n"
         "run_program(\"open('began', 'w')\\nwhile True: pass\", '', Limits(seconds=9999))"
@@ -303,7 +303,7 @@ def test_privileges_are_dropped(monkeypatch):
 
 @pytest.mark.parametrize("layer", ["restrict_files", "restrict_calls"])
 def test_problem_detects_a_missing_layer(monkeypatch, layer):
-    """The layer is skipped silently, or refused by the kernel."""
+    """A layer may be skipped silently, or refused by the kernel."""
     with monkeypatch.context() as patch:
         skip = f"confine.{layer} = lambda *_: None; child.main"
         patch.setattr(process, "START", process.START.replace("child.main", skip))

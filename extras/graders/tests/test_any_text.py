@@ -42,7 +42,7 @@ def test_any_text_gets_a_reward_in_range(name, text):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_long_text_takes_linear_time(name):
-    """Quadratic time would be minutes."""
+    """In quadratic time this would take minutes."""
     size = 30_000
     texts = [piece * (size // len(piece)) for piece in [*PIECES, *LONG]]
     texts += ["\n" * (size // 2) + " " * (size // 2) + "* a", "[" * (size // 2) + "]" * (size // 2)]

@@ -19,7 +19,7 @@ ECHO = "A. London\nB. Paris\nC. Rome\nD. A town on the Seine\n"
 
 
 def stated_letter(completion: str, options: list[str]) -> str:
-    """Return the letters of the options for which the completion gets 1."""
+    """Return the letters of those options for which the completion would get 1."""
     rows = [dict(options=options, answer=i, _source="a:1") for i in range(len(options))]
     return "".join(LETTERS[i] for i, row in enumerate(rows) if choice(completion, row))
 
@@ -145,7 +145,7 @@ def test_votes_are_what_the_reward_reads():
 
 
 def test_a_vote_is_what_the_reward_reads(device):
-    """Two of five say A in three forms; all others say B."""
+    """Two of five completions say A, in three forms; all others say B."""
     texts = [
         "The answer is B.",
         "After some thought, the answer is (B).",

@@ -56,7 +56,7 @@ def turned() -> Image.Exif:
 @pytest.mark.parametrize("max_pixels", [None, 1024])
 @pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
 def test_pixels_agree_with_the_placeholders(family, max_pixels, encoder_of, tmp_path):
-    """Sizes and kinds of files, with a limit of pixels too."""
+    """They agree for many sizes and kinds of files, also with a limit on pixels."""
     images = {f"{i}.png": (picture(*size, i), {}) for i, size in enumerate(SIZES)}
     images["turned.jpg"] = (picture(90, 30, 1), dict(exif=turned()))
     for mode in ("P", "RGBA", "1", "LA"):
@@ -83,7 +83,7 @@ def test_pixels_agree_with_the_placeholders(family, max_pixels, encoder_of, tmp_
 
 
 def test_a_picture_is_seen_as_a_server_sees_it(encoder_of, tmp_path):
-    """vLLM turns photographs, puts what is transparent on white and cuts 16 bits off at 255."""
+    """vLLM turns photographs, puts what is transparent on white, and cuts 16 bits off at 255."""
     pytest.importorskip("vllm")
     from vllm.multimodal.media.image import ImageMediaIO
 
@@ -109,7 +109,7 @@ def test_a_picture_is_seen_as_a_server_sees_it(encoder_of, tmp_path):
 @pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
 @pytest.mark.parametrize("prompt_format", ["chat", "plain"])
 def test_text_of_a_placeholder_is_no_image(family, prompt_format, encoder_of):
-    """With --special_text text; else it is refused, because the two look alike."""
+    """It stays text with --special_text text; else it is refused, as the two look alike."""
     row = dict(_source="x:1", image=picture(9, 9, 1))
     token = dict(idefics3="<image>", qwen3_vl="<|image_pad|>")[family]
     parts = [dict(type="text", text=f"a {token} b"), dict(type="image")]
@@ -220,7 +220,7 @@ def spoiled() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("kind", spoiled())
 def test_a_broken_picture_is_named(kind, encoder_of, recwarn, tmp_path, monkeypatch):
-    """With its row, or when its pixels are needed; without a word of PIL on the terminal."""
+    """With its row, or when its pixels are needed. PIL prints nothing on the terminal."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     encoder = encoder_of("idefics3")
     content = spoiled()[kind]
@@ -233,7 +233,7 @@ def test_a_broken_picture_is_named(kind, encoder_of, recwarn, tmp_path, monkeypa
 
 
 def test_pictures_of_pil_stand_upright(encoder_of):
-    """A TIFF, which PIL turns itself, and a picture of PIL with an orientation."""
+    """So do a TIFF, which PIL turns itself, and a picture of PIL with an orientation."""
     exif = turned()
     content = io.BytesIO()
     picture(40, 20, 0).save(content, "TIFF", exif=exif)

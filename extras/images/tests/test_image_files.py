@@ -106,7 +106,7 @@ def test_paths_are_relative_to_the_data(folder):
 
 
 def test_columns_of_ours_in_the_data_are_ignored(folder):
-    """Data must not choose its own folder, nor places of images."""
+    """Data must not choose its own folder, nor the places of images."""
     (folder / "rows.jsonl").write_text(json.dumps(dict(_folder="/", _images=[1], prompt="?")))
     (row,) = load_rows("--dataset", str(folder / "rows.jsonl"), "train", TrainArgs())
     assert row["_folder"] == str(folder) and "_images" not in row

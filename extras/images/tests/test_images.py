@@ -16,7 +16,7 @@ GAP = "sampling/sampling_logp_difference/max"
 
 @pytest.fixture(scope="module")
 def flags(pictures, reward_file):
-    """Prompts with no, one and two images."""
+    """Flags of a run whose prompts have no, one and two images."""
     rows = [json.loads(line) for line in pictures.read_text().splitlines()]
     prompts = pictures.with_name("prompts.jsonl")
     lines = [dict(prompt=row["prompt"], images=row.get("images", []), answer="abcdef")
@@ -62,7 +62,7 @@ def test_whole_model_and_trainer_agree(family, checkpoints, flags, tmp_path, mai
 
 @pytest.mark.slow
 def test_ranks_change_nothing(checkpoints, flags, tmp_path, main):
-    """Two ranks that train, of which one has most of the images, and a rollout rank."""
+    """Two ranks train, one of which has most of the images, and another one only samples."""
     model = ("--model", checkpoints("idefics3"), *flags, "--engine", "transformers")
     main("grpo", *model, "--output_dir", tmp_path / "one")
     remote = ("--rollout_ranks", 1, "--max_staleness", 0)
@@ -73,7 +73,7 @@ def test_ranks_change_nothing(checkpoints, flags, tmp_path, main):
 
 
 def test_sampled_placeholder_ends_the_completion(checkpoints, flags, tmp_path, main, monkeypatch):
-    """Any character stands for a sampled placeholder here."""
+    """Any character plays the part of a sampled placeholder here."""
     few = property(lambda self: [self.image_id, *range(80)])
     monkeypatch.setattr(Reader, "placeholder_ids", few)
     path = checkpoints("qwen3_vl")
@@ -101,8 +101,8 @@ grpo.main(parse(grpo.Args))
 
 @pytest.mark.slow
 def test_images_are_not_mixed_up_in_the_caches_of_vllm(checkpoints, flags, tmp_path):
-    """Prompts of the same tokens with two pictures and a longer one without any, after a sleep,
-    while the tower is trained."""
+    """After a sleep, while the tower is trained: two prompts of the same tokens with different
+    pictures, and a longer one without pictures."""
     script, path = tmp_path / "sleeping.py", checkpoints("qwen3_vl")
     script.write_text(SLEEP)
     text = "What is shown here, and how often is it shown? "

@@ -26,7 +26,7 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def data(checkpoints, pictures):
-    """One of two ranks often has no picture: four rows of a step, of which few have any."""
+    """Rows of which few have a picture: of four rows in a step, one rank often has none."""
     path = checkpoints("qwen3_vl")
     lines = pictures.read_text().splitlines(True)
     file = pictures.with_name("few.jsonl")
@@ -36,7 +36,7 @@ def data(checkpoints, pictures):
 
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory, main):
-    """A run that trains the tower too."""
+    """A run that also trains the tower."""
     folder = tmp_path_factory.mktemp("images") / "run"
     main("sft", *data, "--vision", "train", "--keep_last", 2, "--output_dir", folder)
     return folder
@@ -84,7 +84,7 @@ def test_adapters_and_a_frozen_tower_leave_its_weights_alone(data, checkpoints, 
 
 
 def test_dpo_on_pictures(checkpoints, pictures, tmp_path, main):
-    """The first loss is that of a policy that equals the reference."""
+    """The first loss is that of a policy which equals the reference."""
     rows = [json.loads(line) for line in pictures.read_text().splitlines()[:4]]
     rejected = [dict(role="assistant", content="It is 9.")]
     pairs = [dict(images=row["images"], prompt=row["prompt"], chosen=row["completion"],

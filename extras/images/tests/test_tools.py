@@ -54,7 +54,7 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n%%EOF\
 
 
 def test_pictures_of_the_viewer_are_small_and_a_bad_one_is_a_problem(tmp_path, monkeypatch):
-    """It reads regular files alone, and starts no program for one (PIL would start gs)."""
+    """The viewer reads only regular files, and starts no program for one (PIL would start gs)."""
     pictures = pytest.importorskip("extras.trace.pictures")
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
     (tmp_path / "gs").chmod(0o755)

@@ -62,7 +62,7 @@ def test_gradient_of_a_pack_is_that_of_its_sequences(checkpoints, pictures, devi
 
 
 def test_model_that_ignores_images_is_refused(checkpoints, pictures, device, monkeypatch):
-    """The check at load sees a model that is blind, and one whose images reach other sequences."""
+    """The check at load notices a blind model, and one whose images reach other sequences."""
     path = checkpoints("idefics3")
     features = Idefics3Reader.features
 

@@ -50,7 +50,7 @@ CHATS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Three pictures, two of which have the same tokens, and the chats as rows."""
+    """A folder with three pictures, two of them with equal tokens, and the chats as rows."""
     folder = tmp_path_factory.mktemp("chats")
     for i, size in enumerate([(60, 40), (60, 40), (90, 30)]):
         picture(*size, i).save(folder / FILES[i])
@@ -161,8 +161,8 @@ def test_two_ranks_train_turns_with_images_like_one(
 def test_an_image_is_shared_whole_or_not_at_all(
     family, ends, checkpoints, encoder_of, folder, device
 ):
-    """Nothing stands between the image and what follows it, as with a template of one's own; and
-    the last image of one sequence is another one of as many tokens."""
+    """With a user's template, nothing may stand between an image and the text after it. One
+    sequence ends with another image of as many tokens."""
     encoder = encoder_of(family)
     group = []
     for end, last in zip(ends, (FILES[0], *FILES[:2]), strict=True):
@@ -203,7 +203,7 @@ def loaded(family: str, checkpoints, folder, **flags) -> list[list[Sample]]:
 
 
 def test_a_row_that_is_cut_within_an_image_is_refused(checkpoints, folder):
-    """Between images it is cut, and the sequence that has no trained token left is left out."""
+    """A cut between images is allowed, and a sequence without trained tokens is left out."""
     groups = loaded("qwen3_vl", checkpoints, folder)
     (two,) = (group for group in groups if len(group[-1].images) == 3)
     _, second, _ = two[-1].images

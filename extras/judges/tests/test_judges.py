@@ -145,7 +145,7 @@ def test_pairs_have_no_bias_and_permute_with_the_group(asked, judge, device):
 
 
 def test_equal_completions_are_asked_about_once(asked, judge, device):
-    """So their rewards are equal bit for bit, and their advantages exactly 0."""
+    """So their rewards are equal bit for bit, and their advantages are exactly 0."""
     tokenizer, row, group = asked
     equal = [group[0], group[1], sampled(tokenizer, row, "Hi", "Hello"), group[0]]
     for kind in ("judge", "rank"):
@@ -162,7 +162,7 @@ def test_equal_completions_are_asked_about_once(asked, judge, device):
 
 @pytest.mark.slow
 def test_rewards_and_win_rates_do_not_depend_on_ranks(judge, main, tmp_path):
-    """One rank has one prompt, another one two."""
+    """One rank has one prompt, the other one two."""
     rows = [dict(prompt=text, answer="", rubric=["short"]) for text in ("a", "b", "c")]
     texts = [dict(completions=[f"{row['prompt']} {n}" for n in range(2)]) for row in rows]
     others = [dict(completions=["x", "a longer one"]) for _ in rows]
@@ -252,8 +252,8 @@ def test_model_or_question_that_cannot_judge_is_refused(asked, judge, device, tm
 
 
 def test_run_trains_on_judges_and_logs_their_numbers(online, main, tmp_path):
-    """The judge is the policy's own checkpoint. Held-out prompts have one completion, and so no
-    reward by pairs."""
+    """The judge is the policy's own checkpoint. A held-out prompt has one completion, so that pairs
+    give it no reward."""
     flags = ("--reward", f"judge:{online[1]}", f"rank:{online[1]}", "--max_steps", 1,
              "--judge_prompt", "{prompt}{completion}{first}{second}", "--samples_per_prompt", 2,
              "--max_new_tokens", 4, "--eval_every", 1, "--eval_size", 2)  # fmt: skip

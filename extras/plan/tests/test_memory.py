@@ -34,8 +34,8 @@ def switches(model) -> list[bool]:
 
 
 def test_only_blocks_that_do_not_fit_are_recomputed(device, monkeypatch):
-    """They have to fit beside what is on the GPU and the gradients. A flag decides alone; scores
-    with a softcap, whose memory is not predicted, are recomputed."""
+    """Activations must fit beside the gradients and what is on the GPU. If the flag is given, it
+    decides alone. Scores with a softcap are recomputed, because their memory is not predicted."""
     policy = load_policy(tiny_model(), TrainArgs(dtype="float32"), device)
     decoder, config = policy.hf.get_decoder(), policy.hf.config
     ranks, tokens, count = 1, TrainArgs.pack_tokens, num_blocks(policy)
@@ -118,7 +118,7 @@ def gradients(model, mb) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen3_moe", "scalar", "adapters"])
 def test_gradient_is_the_same_bit_for_bit_however_many_blocks_are_kept(name, tmp_path, device):
-    """With and without shared prefixes. The last blocks are computed once, the others twice."""
+    """It is so with and without shared prefixes. The last blocks compute once, the others twice."""
     load = load_scalar_model if name == "scalar" else load_policy
     path = write_checkpoint(ARCHITECTURES.get(name, ARCHITECTURES["qwen3"])(), tmp_path)
     args = TrainArgs(**ARGS, lora_rank=2 * (name == "adapters"))

@@ -44,7 +44,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
 
 @functools.cache
 def policy_of(path: str) -> Policy:
-    """Return the policy of grpo.py, whose size no flag of `launch_of` changes."""
+    """Return the policy of grpo.py. No flag of `launch_of` changes its size."""
     (policy,), _ = build(grpo.Args(dry_run="8xH100", **SETTINGS), path, None, [])
     return policy
 
@@ -156,7 +156,7 @@ def small_launch(trained, frozen=(), gpus=10, memory=80 * GIB, **flags) -> Launc
 
 
 def test_predicted_parts_equal_a_count_by_hand():
-    """On 10 ranks: 4 bytes each as weight and as gradient, 8 for Adam; 2 bytes if frozen."""
+    """10 ranks; a number takes 4 bytes as weight and as gradient, 8 for Adam, and 2 if frozen."""
     policy, reference = model(), model(frozen=True)
     parts = small_launch([policy], [reference]).memory
     N = WEIGHTS / 10
@@ -172,8 +172,8 @@ def test_predicted_parts_equal_a_count_by_hand():
 
 
 def test_activations_are_planned_as_a_run_chooses_them():
-    """Only without the flag, not on a CPU (0 bytes), and not for scores with a softcap, whose
-    memory is not predicted."""
+    """Blocks are only chosen without the flag, not on a CPU (0 bytes), and not for scores with a
+    softcap, whose memory is not predicted."""
     policy, capped = model(), model()
     capped.hf.config.attn_logit_softcapping = 50.0
     all_kept = small_launch([policy], gpus=8, pack_tokens=8192, activation_checkpointing=False)
@@ -188,8 +188,8 @@ def test_activations_are_planned_as_a_run_chooses_them():
 
 
 def test_a_step_needs_the_larger_of_update_and_sampling(folders):
-    """A colocated engine shares the GPU with weights and Adam, not with gradients, and takes all
-    that they leave. That of transformers stays: it counts as a copy of the policy."""
+    """A colocated engine shares the GPU with weights and Adam but not with gradients, and takes all
+    that they leave. That of transformers stays in memory: it counts as a copy of the policy."""
     launch = launch_of(folders["1.7B"], pack_tokens=4096)
     update, sampling = launch.update_memory, launch.memory
     assert total(sampling) == pytest.approx(USABLE * launch.gpu.memory)
@@ -311,7 +311,7 @@ def test_table_of_recipes_is_the_prediction():
 
 
 def test_table_of_models_is_the_prediction():
-    """One size; `python extras/plan/table.py --write` writes all."""
+    """The test makes one size; `python extras/plan/table.py --write` writes all."""
     page = table.PAGE.read_text().splitlines()
     for line in table.lines(("1.7B",), ("sft",)):
         assert line in page

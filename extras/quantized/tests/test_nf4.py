@@ -53,8 +53,8 @@ def test_codes_and_scales_are_those_of_bitsandbytes(device):
 
 
 def test_unpacked_matrix_packs_to_the_same_bytes(device):
-    """So does an export. No number is further from its own than half the widest gap of the table,
-    also beside one that is much larger, and zeros stay."""
+    """So an export does, too. No number is further from its own than half of the table's widest
+    gap, also beside a much larger one, and zeros stay zeros."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(6, 5 * BLOCK, generator=generator).to(device)
     weight[0, 7], weight[1, :BLOCK] = 1e4, 0
@@ -94,14 +94,14 @@ def trained(path: str, args: Args, device: torch.device) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
-    """Return a folder whose down_proj has 96 inputs, and therefore stays."""
+    """Return a folder whose down_proj has 96 inputs and is therefore not packed."""
     return write_checkpoint(MODELS["untied"](), tmp_path_factory.mktemp("untied"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("recompute", [True, False])
 def test_gradients_are_those_of_the_unpacked_model(dtype, recompute, path, device, tmp_path):
-    """Bit for bit, and no dense matrix is kept for the backward."""
+    """They are equal bit for bit, and the backward keeps no unpacked matrix."""
     args = replace(ARGS, dtype=dtype, activation_checkpointing=recompute)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
@@ -131,7 +131,7 @@ distributed.cleanup()
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_shards_are_those_of_the_unpacked_model(ranks, path, tmp_path):
-    """Bit for bit on each number of ranks."""
+    """They are equal bit for bit on each number of ranks."""
     run(ranks, RANKS, path, unpacked_folder(path, tmp_path / "unpacked"))
 
 
@@ -153,7 +153,7 @@ def test_offloaded_shards_have_the_same_bytes(path, device):
 
 
 def test_names_and_rows_of_files_are_those_of_packed_layers(device, tmp_path):
-    """In a model with fused queries, keys and values, whose MLP has 96 inputs and stays."""
+    """The model has fused queries, keys and values, and an MLP of 96 inputs that is not packed."""
     path = checkpoint("phi3", tmp_path)
     policy, files = load_policy(path, ARGS, device), stored(path)
     layers = {n: x for n, x in policy.hf.named_modules() if isinstance(x, LoRALinear)}
@@ -212,7 +212,7 @@ SCRIPTS = dict(
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_run_is_equal_on_other_ranks_and_packs_and_resumes(script, small, pairs, main, tmp_path):
-    """As tests/test_every_script.py has it for all weights."""
+    """tests/test_every_script.py has the same for models that are not packed."""
     ranks, *flags = SCRIPTS[script]
     flags = [*small, *(pairs if flag == "pairs" else flag for flag in flags)]
     one, several = tmp_path / "one", tmp_path / "several"

@@ -141,7 +141,7 @@ MESSAGES = [dict(role="user", content="1+1="), dict(role="assistant", content="2
 @pytest.mark.parametrize("bad", [0, 4, 9])
 @pytest.mark.parametrize("more", [{}, dict(text="1+1=2")])
 def test_unusable_row_decides_nothing_wherever_it_is(bad, more, tmp_path, capsys):
-    """As in memory. Row 5 is the first of the second buffer."""
+    """It is as in memory. Row 5 is the first one of the second buffer."""
     rows = [dict(messages=MESSAGES) | more for _ in range(12)]
     rows[bad] |= dict(messages=None)
     file = lines(tmp_path / "rows.jsonl", rows)
@@ -157,7 +157,7 @@ def test_unusable_row_decides_nothing_wherever_it_is(bad, more, tmp_path, capsys
 
 
 def test_columns_of_later_rows_are_not_ignored(tmp_path):
-    """The stream refuses what it would have read in another sense."""
+    """The stream refuses a row that it would have read in another sense than the first rows."""
     text, both = dict(text="1+1=2"), dict(text="1+1=2", messages=MESSAGES)
     for name, late in (("messages", both), ("context", text | dict(context="Paris"))):
         file = lines(tmp_path / "rows.jsonl", [text] * 9 + [late])
@@ -168,7 +168,7 @@ def test_columns_of_later_rows_are_not_ignored(tmp_path):
 
 
 def test_columns_are_renamed_where_they_are(tmp_path):
-    """Of a column that only one of several files, or the held-out rows, have."""
+    """The column is in only one of several files, or only in the held-out rows."""
     a = lines(tmp_path / "a.jsonl", [dict(problem=f"{i}?", completion="x") for i in range(9)])
     b = lines(tmp_path / "b.jsonl", [dict(prompt=f"{i}!", completion="x") for i in range(9)])
     for seed in range(3):
@@ -208,7 +208,7 @@ def test_rows_with_a_held_out_prompt_are_counted(data, tmp_path, capsys):
 
 
 def test_stream_of_the_hub_is_read_by_shards(tmp_path, monkeypatch):
-    """The stream is one of the library, over files in place of a repository."""
+    """The stream is the library's own, over files in place of a repository."""
     names = [lines(tmp_path / f"{i}.jsonl", ROWS[3 * i : 3 * i + 3]) for i in range(3)]
     load_dataset = datasets.load_dataset
     monkeypatch.setattr(
@@ -228,7 +228,7 @@ def test_data_without_streaming_support_is_refused():
 
 
 def test_a_stream_of_the_hub_reads_a_row_for_a_row(monkeypatch):
-    """A column may be null in the first thousands. The library's `to_list` would read all rows."""
+    """A column may be null in thousands of rows, and the library's `to_list` reads all of them."""
     read = []
 
     def rows():
@@ -246,8 +246,8 @@ def test_a_stream_of_the_hub_reads_a_row_for_a_row(monkeypatch):
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_rows_of_the_hub_are_read_alike_in_memory_and_as_a_stream(data, streams, monkeypatch):
-    """The library opens the folder, in which the README names two files, in place of a repository
-    of two shards."""
+    """In place of a repository of two shards, the library opens a folder whose README names two
+    files."""
     folder = str(data.parent)
     (data.parent / "README.md").write_text(
         "---\nconfigs: [{config_name: x, data_files: [a.jsonl, b.jsonl.gz]}]\n---\n"

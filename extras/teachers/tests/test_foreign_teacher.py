@@ -116,7 +116,7 @@ def test_spans_are_the_shortest_parts_that_both_cut(ours, theirs):
 
 
 def test_each_token_of_a_span_has_an_equal_share_of_its_difference():
-    """Two sequences; spans of two, one and three tokens."""
+    """There are two sequences, with spans of two, one and three tokens."""
     old_T = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.0, -2.0, -9.0]).double()
     starts_T = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0])
     teacher = torch.tensor([-1.0, -0.25, -9.0, -4.0]).double()

@@ -23,7 +23,7 @@ OFFLINE = ("--on_policy_fraction", 0, "--reward", "--top_k", 7, "--pack_tokens",
 def test_gradient_of_the_sampled_estimator_does_not_depend_on_ranks(
     main, flags, domains, teacher, tmp_path
 ):
-    """Each row has one of two teachers, one of which has another tokenizer."""
+    """Rows have one of two teachers. One teacher has another tokenizer."""
     foreign = write_foreign_teacher(tmp_path / "foreign")
     teachers = ("--teacher", f"usual={foreign}", f"rare={teacher}", "--model", "tiny-sft")
     flags = (*flags, *domains, *teachers, *SAMPLED, "--max_steps", 1)
@@ -38,7 +38,7 @@ def test_gradient_of_the_sampled_estimator_does_not_depend_on_ranks(
 
 @pytest.mark.slow
 def test_stored_teacher_equals_the_live_teacher(main, flags, teacher, tmp_path):
-    """The store is written by two ranks."""
+    """Two ranks write the store."""
     flags = (*flags, *OFFLINE, "--max_steps", 2)
     main("distill", *flags, "--output_dir", tmp_path / "live")
     run(2, "distill.py", *flags, "--teacher_logprobs", "stored", "--output_dir", tmp_path / "two")
@@ -66,7 +66,7 @@ def store(device, folder, teacher, samples, loaded, top_k=2):
 
 
 def test_all_tokens_may_be_stored(device, teacher, tmp_path):
-    """There is no rest beside them then."""
+    """Then no rest is left beside them."""
     rows = [Sample([3, 9, 4, 5], [False, False, True, True])]
     stored = store(device, tmp_path, teacher, rows, [], top_k=356)
     (batch,) = pack(rows, 200, device)
@@ -77,8 +77,8 @@ def test_all_tokens_may_be_stored(device, teacher, tmp_path):
 
 
 def test_complete_files_are_kept_and_damaged_ones_refused(device, teacher, tmp_path, monkeypatch):
-    """After a kill the others are written; for other samples, all. With all files the model is not
-    loaded. Several files have the numbers of a single one."""
+    """After a kill only the missing files are written; for other samples all are. If all files are
+    there, the model is not loaded. Several files have the same numbers as a single one."""
     rows = [Sample([3, i, 4, 5], [False, False, True, True]) for i in range(10, 15)]
     one = store(device, tmp_path / "whole", teacher, rows, [])
     (batch,) = pack(rows, 200, device)
@@ -109,7 +109,7 @@ def test_complete_files_are_kept_and_damaged_ones_refused(device, teacher, tmp_p
 
 
 def test_pictures_belong_to_the_digest():
-    """Their tokens are equal."""
+    """The samples have equal tokens and different pictures."""
     rows = [dict(_images=[ImageSpan("a.png", digest, 1, 3, 4)]) for digest in ("aa", "bb")]
     one, other = (
         teachers._digest_of([Sample([1, 2], [True] * 2, row=row)], "model") for row in rows

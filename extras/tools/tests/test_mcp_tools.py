@@ -70,7 +70,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """Return the value of --tools for the plain server."""
+    """Return the value of --tools that starts the plain server."""
     file = tmp_path_factory.mktemp("mcp") / "plain.py"
     file.write_text(PLAIN)
     return f"mcp:{sys.executable} {file}"
@@ -160,7 +160,7 @@ def test_env_names_variables_that_the_server_inherits(plain, monkeypatch):
     ("tools.py:Key", "tools.py:Key"),
 ])  # fmt: skip
 def test_values_of_the_environment_are_neither_stored_nor_shown(given, public, tmp_path):
-    """They are secrets: args.yaml, the model card and trackers have `KEY=***`, as error lines."""
+    """They are secrets: args.yaml, model card, trackers and error lines have `KEY=***`."""
     args = Args(tools=(given,), prompt_format="chat", output_dir=str(tmp_path))
     assert flags_of(args)["tools"] == [public]
     assert yaml.safe_load(model_card(args, 1).decode().split("```")[1][5:])["tools"] == [public]
@@ -179,7 +179,7 @@ def test_errors_of_servers_show_no_values():
 
 
 def test_server_of_the_page(tmp_path):
-    """It is written with the package."""
+    """The page writes its server with the package for MCP servers."""
     page = (ROOT / "extras/tools/README.md").read_text(encoding="utf-8")
     (code,) = re.findall("```python\n(from mcp.*?)```", page, re.DOTALL)
     (tmp_path / "shop.py").write_text(code)
@@ -198,7 +198,7 @@ def test_server_of_the_page(tmp_path):
 
 
 def test_episodes_have_servers_of_their_own(plain):
-    """They end with the process of the episode, whatever has become of it."""
+    """They end with the process of the episode, whatever has happened to it."""
     settings = dict(tools=[plain], answer_seconds=PATIENCE, unsafe_code_execution=False)
     row = dict(tools=mcp_source(plain, PATIENCE).schemas())
     server = ForkServer("extras.tools.toolbox:load_toolbox", shared=True, argument=settings)

@@ -39,7 +39,7 @@ ENDS = {"<|end_of_turn|>", *IM_END, *HARMONY_ENDS}
 
 @pytest.mark.parametrize("load", TOKENIZERS)
 def test_an_episode_has_the_ids_of_sft(load):
-    """And the parser reads the calls that the template writes."""
+    """The parser reads the calls that the template writes, too."""
     encoder = Encoder(load(), BaseArgs(prompt_format="chat"))
     silent = {encoder.tokenizer.convert_tokens_to_ids(token) for token in ENDS}
     for code in CODES:

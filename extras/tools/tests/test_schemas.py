@@ -18,7 +18,7 @@ def test_tools_are_public_functions_with_a_docstring_and_methods(tmp_path):
 
 
 def test_the_task_has_the_schema_of_the_tool():
-    """The ids of a prompt are the same in sft.py and in grpo.py."""
+    """So a prompt has the same ids in sft.py and in grpo.py."""
     (schema,) = tool_schemas(make_args(tools=("python",)))
     schema["function"].pop("return")
     assert schema == PYTHON_TOOL

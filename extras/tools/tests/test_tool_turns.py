@@ -56,7 +56,7 @@ class Play:
     """An episode in which the model says these turns."""
 
     def __init__(self, folder, turns, code=FILE, template="", **flags):
-        """`template`: in front of the chat template."""
+        """`template`: a text to put in front of the chat template."""
         file = folder / "tools.py"
         file.write_text(code)
         flags = dict(environment_timeout=PATIENCE) | flags
@@ -129,7 +129,7 @@ def test_whatever_goes_wrong_is_an_answer_to_the_model(tmp_path):
 
 
 def test_results_that_cannot_be_shown_are_an_error_for_the_model(tmp_path):
-    """Here the result is a token that the model has no embedding for; a name has no UTF-8."""
+    """The result is a token for which the model has no embedding. The name has no UTF-8."""
     turns = [
         calls(("\ud800", {}), ("add", dict(a=1, b=2))),
         calls(("put", dict(item="<|absent|>"))),
@@ -149,7 +149,7 @@ def test_an_episode_whose_results_the_template_refuses_is_an_error(tmp_path):
 
 
 def test_calls_of_a_turn_share_a_time_limit(tmp_path, monkeypatch):
-    """Those that it leaves are not run. The next turn has its own."""
+    """Calls for which no time is left are not run. The next turn has a limit of its own."""
     clock, answer = Clock(monkeypatch, module), module.Process.call
 
     async def slow_call(process, method, *arguments, seconds):

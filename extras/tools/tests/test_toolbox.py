@@ -108,7 +108,7 @@ HINTS = {
 
 @pytest.mark.parametrize("hint", HINTS, ids=str)
 def test_what_a_schema_allows_can_be_sent(hint):
-    """A value that is none of the hint's is refused, and named."""
+    """A value of another type than the hint's is refused, and the error names it."""
 
     def tool(x):
         """Do it.
@@ -180,7 +180,7 @@ SPOILED = dict(
 @confined
 @pytest.mark.parametrize("kind", SPOILED)
 def test_whatever_a_program_does_the_next_call_is_answered(kind, monkeypatch, tmp_path):
-    """And no process and no folder is left."""
+    """Afterwards no process and no folder is left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     toolbox = begin("python")
     assert toolbox.call("python", dict(code="1")).text == "1"
@@ -219,7 +219,7 @@ threading.Thread(target=work, daemon=True).start()
 
 @confined
 def test_python_that_starts_late_costs_one_call(monkeypatch):
-    """The start is a part of the time of the call, which is less than that of the process."""
+    """The start counts to the time of the call, which is shorter than that of the process."""
     clock, start = Clock(monkeypatch, process, python_tool), process.Child._start
     delay = [70.0, 30.0]
 

@@ -14,7 +14,7 @@ from extras.trace import doctor
 
 
 def run(folder: Path, flags: dict | None = None, **metrics: list[float]) -> Path:
-    """Write the folder of a run: `metrics` by step from 1 on."""
+    """Write the folder of a run. `metrics`: values from step 1 on."""
     folder.mkdir(parents=True, exist_ok=True)
     columns = {"loss": [0.5], **metrics}
     lines = [
@@ -82,7 +82,7 @@ def test_reward_that_never_changes_is_named(tmp_path):
 
 
 def test_few_held_out_rows_are_named_where_their_answers_may_fall_by_chance(tmp_path):
-    """12 rows: a newcomer took 0.583 -> 0.333 for a broken run."""
+    """With 12 rows, a newcomer took a fall from 0.583 to 0.333 for a broken run."""
     seen = doctor.examine(read_run(run(tmp_path, **solved(0.583, 0.333, 0.14))))
     what = "reward rose from 0.4 to 0.9, and eval/solved fell from 0.583 to 0.333, which may be "
     what += "chance: the 95% interval of the change is -0.638 to 0.138; evaluate more rows"

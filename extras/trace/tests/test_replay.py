@@ -16,8 +16,8 @@ EQUAL = "the weights after it are bitwise those of the run; "
 
 @pytest.fixture(autouse=True)
 def own_modules(monkeypatch):
-    """Give the other tests of this process their modules back: a replay loads a script again and
-    changes its Run."""
+    """A replay loads a script again and changes its Run. Give the other tests of this process the
+    old modules back."""
     for script in SCRIPTS:
         monkeypatch.setitem(
             sys.modules, script, sys.modules.get(script) or importlib.import_module(script)
@@ -26,7 +26,7 @@ def own_modules(monkeypatch):
 
 @pytest.fixture
 def here(main, monkeypatch):
-    """Replay in this process, as `main` runs a script in it."""
+    """Replay in this process, by running the script's `main` in it."""
 
     def launch(ranks, log, script, step, *words):
         module = replay.load_script(script)
@@ -37,7 +37,7 @@ def here(main, monkeypatch):
 
 
 def forked(ranks, log, *words):
-    """Replay in forked ranks. A test of its own has the launch."""
+    """Replay in forked ranks. Another test has the launch by torchrun."""
     run(ranks, replay.__file__, "--work", *words)
 
 
@@ -64,7 +64,7 @@ def test_step_from_a_checkpoint_is_exact_and_a_changed_flag_holds_in_it_alone(
 def test_two_ranks_trace_what_one_rank_traces_and_repeat_it(
     main, small, tmp_path, capsys, monkeypatch
 ):
-    """The first step: the weights of later ones differ by rounding, and so do the samples."""
+    """Only for the first step: weights of later steps differ by rounding, and so do the samples."""
     one_rank, two_ranks = tmp_path / "one", tmp_path / "two"
     main("grpo", *flags(small, "reinforce", one_rank, *LARGE_STEPS))
     run(2, ROOT / "grpo.py", *flags(small, "reinforce", two_ranks, *LARGE_STEPS))

@@ -28,7 +28,7 @@ SCRIPTS = {
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch):
-    """Give the other tests of this process their modules back."""
+    """Give the other tests of this process their old modules back."""
     monkeypatch.setattr(trace, "DIGITS", trace.DIGITS)
     monkeypatch.setattr(trace, "GROUPS", trace.GROUPS)
     for script in step.SCRIPTS:
@@ -192,7 +192,7 @@ def test_a_hostile_file_runs_nothing(packed, tmp_path, opened, monkeypatch, caps
 
 
 def test_only_steps_of_some_scripts_are_packed_to_new_files(tmp_path, monkeypatch, capsys):
-    """Before anything is run again."""
+    """The refusal comes before anything is run again."""
     (tmp_path / "metrics.jsonl").write_text("")
     for script, file, problem in (
         ("sft", "x.zip", f"--pack: {ROOT}/sft.py is none of grpo, dapo"),

@@ -60,7 +60,7 @@ def flags(small, script: str, folder: Path, *more: object) -> tuple:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_shares_of_all_tokens_add_up_to_the_loss(main, script, small, tmp_path, monkeypatch):
-    """Each sample of the step is in the trace, sampled or from the data."""
+    """Every sample of the step is in the trace, whether it was sampled or comes from the data."""
     monkeypatch.setattr(trace, "GROUPS", 1000)
     main(script, *flags(small, script, tmp_path, "--max_steps", 1))
     logged = {row["step"]: row for row in metrics(tmp_path)}
@@ -129,7 +129,7 @@ def test_gradients_of_float16_have_no_loss_scale(main, small, tmp_path):
 
 @pytest.mark.slow
 def test_four_ranks_trace_what_one_rank_traces(main, small, tmp_path):
-    """The first step: weights of later ones differ by rounding."""
+    """Only for the first step: weights of later steps differ by rounding."""
     more = (*LARGE_STEPS, "--minibatches", 1, "--max_steps", 1)
     main("grpo", *flags(small, "reinforce", tmp_path / "one", *more))
     run(4, "grpo.py", *flags(small, "reinforce", tmp_path / "four", *more))

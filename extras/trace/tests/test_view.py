@@ -117,7 +117,7 @@ def test_browser_shows_groups_and_tokens(run):
 
 @needs_chromium
 def test_page_opens_on_the_most_disputed_group_and_right_answers_are_blue(run):
-    """A reader takes orange for bad: where the loss falls, a token is blue."""
+    """A reader takes orange for bad, so a token at which the loss falls is blue."""
     write_trace(run, 2, disputed="3=")
     html = built(run)
     assert '<div id="prompt">3=</div>' in dom(html)
@@ -171,7 +171,7 @@ def test_bad_input_is_one_line(run, monkeypatch, capsys):
 
 
 def test_a_run_of_somebody_else_is_read_only_as_regular_files(run, monkeypatch, capsys):
-    """A pipe would never end."""
+    """To read a pipe would never end."""
     for name in ("trace/step_000001.jsonl.gz", "metrics.jsonl", "args.yaml"):
         (run / name).rename(run / "aside")
         os.mkfifo(run / name)
