@@ -55,10 +55,10 @@ def final_answer(text: str) -> str | None:
 def majority_at_k(
     answers: list[str | None], right: list[bool | None], rng: np.random.Generator
 ) -> list[float]:
-    """Return, for k = 1..S, how often the most frequent answer among k randomly chosen samples is
-    right. Of equally frequent answers the one that got there first wins. A sample without an answer
-    does not vote. A sample whose reward failed (`right` is None) votes, but whether its answer is
-    right is only known from other samples with the same answer."""
+    """Return, for k = 1 up to the number of samples, how often the most frequent answer among k
+    randomly chosen samples is right. Of equally frequent answers the one that got there first wins.
+    A sample without an answer does not vote. A sample whose reward failed (`right` is None) votes,
+    but only other samples with the same answer can tell whether it is right."""
     totals = np.zeros(len(answers))
     for _ in range(PERMUTATIONS):
         votes: Counter = Counter()
@@ -79,8 +79,8 @@ def majority_at_k(
 def mean_and_interval(
     totals_P: list[float], counts_P: list[float], seed: int, draws: int = 1000
 ) -> dict[str, float]:
-    """Return a mean, sum of totals / sum of counts with its 95% interval by bootstrap over the
-    prompts. {} if all counts are zero."""
+    """Return the mean sum of totals / sum of counts with its 95% interval by bootstrap over the
+    prompts; {} if all counts are zero."""
     totals = np.array(totals_P, dtype=float)
     counts = np.array(counts_P, dtype=float)
     if not counts.sum():

@@ -112,7 +112,7 @@ def _made(args: BaseArgs) -> list[str]:
 
 def digests_of_rows(rows: Iterable[dict], made: Sequence[str] = ()) -> dict[str, str]:
     """Return, for each data file or table, the number of its rows and their digest. Columns that
-    onefile adds, or the user's code `made`, do not count, and of an image its content, not its
+    onefile adds or the user's code `made` do not count. An image counts by its content, not its
     path."""
     left_out = {*OUR_COLUMNS, *made}
     counts: dict[str, int] = {}

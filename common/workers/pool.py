@@ -6,10 +6,10 @@ environments, tools, agents. This module is the training process's side, worker.
     pool = Pool("mine.py:reward", size=4, seconds=10.0)          a function in four processes
     result = await pool.call(text, row)
 
-A server process forks itself whenever a new process is needed. If one hangs or dies, only its
-current call fails: the process is killed, with all processes that it has started. The processes
-share no CUDA context with the training process, and import torch only if the user's code does. This
-is no protection from malicious code: the user chose it, and its answers are unpickled."""
+A server process forks itself whenever a new process is needed. If a process hangs or dies, only its
+current call fails: it is killed, with all processes that it has started. Processes share no CUDA
+context with the training process, and import torch only if the user's code does. This is no
+protection from malicious code: the user chose it, and its answers are unpickled."""
 
 import asyncio
 import json
