@@ -212,7 +212,8 @@ def vote_of_stated(completion: str, row: dict) -> str:
 
 
 def bare(text: str) -> str:
-    """Return the number that a text is; else the text without case, white space, final stop."""
+    """Return the number that a text is, or else the text without case, white space and a full stop
+    at its end."""
     return str(value_of(text)).lower()
 
 

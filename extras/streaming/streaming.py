@@ -102,7 +102,7 @@ class StreamedSamples:
         return self
 
     def draw(self, count: int) -> range:
-        """Read the next `count` groups, across the end of a pass. Return their numbers.
+        """Read the next `count` groups, also across the end of a pass. Return their numbers.
         Collective."""
         self.batch = []
         if distributed.is_main():
@@ -130,8 +130,8 @@ class StreamedSamples:
 
     def _groups(self, epoch: int, drawn: int) -> Iterator[tuple[list[Sample], tuple[int, int]]]:
         """Yield the groups after a position, pass after pass, each with the position behind it.
-        Report what a pass dropped or changed at its end. Raises `ValueError` if a whole pass has
-        none."""
+        Report what a pass dropped or changed at its end. Raises `ValueError` if a whole pass has no
+        group."""
         for number in count(epoch):
             kept = drawn
             for place, row in enumerate(self._rows(number), 1):

@@ -27,7 +27,8 @@ def main(
 ) -> None:
     """Confine this process, then run in one of three modes: `program` (stdin to stdout),
     `functions` (answers calls) or `judge` (asks for calls). `source`, `output` and the two `pipes`
-    are file descriptors. `output` first tells the parent that the process is confined."""
+    are file descriptors. `output` first tells the parent that the process is confined; then it has
+    what a program or the judge prints."""
     if mode == "judge":
         judge = __import__("judge")  # now: the file cannot be read later
     del sys.path[0]

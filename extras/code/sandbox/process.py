@@ -178,7 +178,8 @@ class Child(contextlib.AbstractContextManager):
         self._watch()
 
     def wait(self) -> int:
-        """Return the exit code, or minus a signal. Raises `ProgramError` at a limit."""
+        """Return the exit code, or minus the signal that killed the process. Raises `ProgramError`
+        at a limit."""
         while True:
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
             ended = os.waitid(os.P_PID, self.process.pid, options)

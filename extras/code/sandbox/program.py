@@ -1,9 +1,9 @@
 """Runs untrusted Python, such as a model's programs, in a process that confines itself
 (confine.py).
 
-`run_program` gives a program its stdin and returns its stdout. `run_tests` runs tests that call its
-functions. `Program` calls its functions. A process takes about 20 ms, most of it to start an
-interpreter."""
+`run_program` gives a program its stdin and returns its stdout. `run_tests` runs tests that call a
+program's functions. With `Program` the caller itself calls them. A process takes about 20 ms, most
+of it to start an interpreter."""
 
 import functools
 import json
