@@ -14,7 +14,7 @@ of the loop). There is no KL term:
 
 Differences from the paper (docs/dapo.md): truncated importance weights c_t = pi_old(y_t) /
 pi_engine(y_t) correct for the difference between engine and trainer, and a step trains on fewer
-groups if ten draws do not give enough.
+groups if 10 x prompts_per_step prompts do not give enough.
 
 Shapes: P prompts on this rank, B of all draws and ranks of a step, G completions per prompt, T
 packed tokens of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] is about

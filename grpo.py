@@ -9,10 +9,10 @@ The policy samples G completions of every prompt. Each is compared with the othe
                      + beta KL_t ]                                                            loss()
     rho_t = pi(y_t) / pi_old(y_t)                              pi_old: the policy before the updates
 
-`--loss` (common/objectives/policy.py), `--reduction` and `--advantage` (advantages.py beside it)
-select a variant, `--preset` that of a paper: GSPO, Dr. GRPO, CISPO, ... Differences from the paper,
-without a preset: mean over all tokens and clip bounds of DAPO (arXiv:2503.14476); no KL term;
-weights c_t = pi_old / pi_engine. The same in 120 lines: course/lessons/nano_grpo.py.
+`--loss` (common/objectives/policy.py), `--reduction` and `--advantage` (reduction.py, advantages.py
+beside it) select a variant, `--preset` that of a paper: GSPO, Dr. GRPO, ... Differences from the
+paper, without a preset: mean over all tokens and clip bounds of DAPO (arXiv:2503.14476); no KL
+term; weights c_t = pi_old / pi_engine. The same in 120 lines: course/lessons/nano_grpo.py.
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, T packed tokens of a
 micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] is about targets_T[t]."""
