@@ -298,9 +298,13 @@ def main(args: Args) -> None:
         shown_BG[kept] = advantages_BG.cpu()  # samples.jsonl has all groups that were drawn
         positions = list(groups)
         run.show_samples(
-            step + 1, list(groups.values()), positions, drawn.rewards_BG[positions],
-            shown_BG[positions], drawn.named_rewards,
-        )  # fmt: skip
+            step + 1,
+            list(groups.values()),
+            positions,
+            drawn.rewards_BG[positions],
+            shown_BG[positions],
+            drawn.named_rewards,
+        )
 
     run.end()
     sampler.close()

@@ -120,9 +120,13 @@ def sides(x_2N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward(
-    policy: Policy, mb: PackedBatch, ref_logps_B2: Tensor, args: Args, meter: Meter,
+    policy: Policy,
+    mb: PackedBatch,
+    ref_logps_B2: Tensor,
+    args: Args,
+    meter: Meter,
     prefix: str = "",
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the loss of a micro-batch, summed over its pairs; log it with implicit rewards and
     log-probs."""
     logprobs_T, entropy_T, *_ = policy(mb)
@@ -152,9 +156,13 @@ def forward(
 
 @torch.no_grad()
 def evaluate(
-    policy: Policy, pairs: Samples, indices: list[int], ref_logps_B2: Tensor, args: Args,
+    policy: Policy,
+    pairs: Samples,
+    indices: list[int],
+    ref_logps_B2: Tensor,
+    args: Args,
     device: torch.device,
-) -> Meter:  # fmt: skip
+) -> Meter:
     """Measure this rank's part of the held-out pairs with these indices."""
     meter = Meter()
     own = [pairs[i] for i in distributed.items_of_rank(indices)]

@@ -140,10 +140,14 @@ def measured(pairs: Pairs, loss_N: Tensor, args: "Args") -> dict[str, Tensor]:
     chosen_N, rejected_N = preference.implicit_rewards(args.loss[0], pairs, args.beta)
     kl = {"kl": (pairs.lc + pairs.lr) / 2} if set(args.loss) - REFERENCE_FREE else {}
     return kl | {
-        "loss": loss_N, "rewards/chosen": chosen_N, "rewards/rejected": rejected_N,
-        "rewards/margins": chosen_N - rejected_N, "rewards/accuracies": chosen_N > rejected_N,
-        "logps/chosen": pairs.chosen_logps, "logps/rejected": pairs.rejected_logps,
-    }  # fmt: skip
+        "loss": loss_N,
+        "rewards/chosen": chosen_N,
+        "rewards/rejected": rejected_N,
+        "rewards/margins": chosen_N - rejected_N,
+        "rewards/accuracies": chosen_N > rejected_N,
+        "logps/chosen": pairs.chosen_logps,
+        "logps/rejected": pairs.rejected_logps,
+    }
 
 
 @dataclass

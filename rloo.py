@@ -183,9 +183,12 @@ def main(args: Args) -> None:
                     if mb.old_logprobs_T is None:  # before the first update pi_old is pi
                         mb.old_logprobs_T = logprobs_T.detach()
                     c_T = importance_weights(
-                        mb.old_logprobs_T, mb.rollout_logprobs_T, mb.loss_mask_T,
-                        mb.sequence_ids_T, args.correction_form(by_completion=True),
-                    )  # fmt: skip
+                        mb.old_logprobs_T,
+                        mb.rollout_logprobs_T,
+                        mb.loss_mask_T,
+                        mb.sequence_ids_T,
+                        args.correction_form(by_completion=True),
+                    )
                     share_N, logged = loss(
                         mb.sequence_sums(logprobs_T), mb.sequence_sums(mb.old_logprobs_T),
                         c_T[mb.ends_N], mb.select(advantages_BG), num_sequences, args,

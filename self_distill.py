@@ -58,8 +58,12 @@ from common.train.run_folder import begin_run, prepare_output_dir
 SHOW = ("loss", "reward", "reverse_kl", "hints/used", "eval/solved", "time/step")
 CURVES = ("loss", "reward", "reverse_kl", "agreement", "hints/used", "eval/solved", "entropy",
           "teacher_entropy", "completions/mean_length", "grad_norm")  # fmt: skip
-COMPARED = {"reverse_kl": "reverse_kl_T", "agreement": "agree_T",
-            "teacher_entropy": "teacher_entropy_T", "teacher_mass": "teacher_mass_T"}  # fmt: skip
+COMPARED = {
+    "reverse_kl": "reverse_kl_T",
+    "agreement": "agree_T",
+    "teacher_entropy": "teacher_entropy_T",
+    "teacher_mass": "teacher_mass_T",
+}
 
 # ---- the objective ----
 
