@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 import torch
 from helpers import metrics, write
-from model.test_policy import whole
 from safetensors.torch import load_file
 
 import self_distill
 from common.config.groups import TrainArgs
 from common.metrics.meter import Meter
 from common.model.distill import OwnTeacher, Teacher
+from common.model.loading import whole
 from common.model.policy import load_policy, load_reference, move_towards
 from common.model.tiny import tiny_model
 from common.objectives.divergence import DIVERGENCES

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model.test_policy import ARCHITECTURES, write_checkpoint
+from model.checkpoints import ARCHITECTURES, write_checkpoint
 from processes import run
 from safetensors.torch import load_file
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from model.test_policy import ARCHITECTURES, write_checkpoint
+from model.checkpoints import ARCHITECTURES, write_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.config.groups import TrainArgs

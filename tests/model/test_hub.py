@@ -9,6 +9,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from model.checkpoints import with_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -163,14 +164,6 @@ def test_weights_that_two_files_have_are_refused(files, tmp_path, device):
     words = "two sets of weights" if "model" in files else "another file has .* too"
     with pytest.raises(ValueError, match=f"^--model {folder}: .*{words}"):
         load_policy(resolve_model(str(folder)), TrainArgs(), device)
-
-
-def with_config(folder: Path, **fields) -> Path:
-    """Return a copy of `tiny` with other fields in its config."""
-    shutil.copytree(tiny_model(), folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | fields))
-    return folder
 
 
 def test_hostile_values_in_a_config_are_one_line_or_harmless(tmp_path):

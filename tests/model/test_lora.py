@@ -12,15 +12,7 @@ import torch
 import transformers
 import yaml
 from helpers import assert_close_metrics, assert_resumes_exactly, metrics
-from model.test_policy import (
-    ARCHITECTURES,
-    hf_model,
-    samples,
-    separate,
-    small,
-    whole,
-    write_checkpoint,
-)
+from model.checkpoints import ARCHITECTURES, hf_model, samples, separate, small, write_checkpoint
 from processes import run
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -29,7 +21,7 @@ import common.model.lora
 from common.config.groups import TrainArgs as Args
 from common.config.parse import one_line
 from common.model.hub import resolve_model
-from common.model.loading import fill
+from common.model.loading import fill, whole
 from common.model.lora import PREFIX, LoRALinear, save_adapter
 from common.model.policy import load_policy, load_reference, load_scalar_model
 from common.model.tiny import tiny_model

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from helpers import assert_same_weights, metrics
-from model.test_policy import ARCHITECTURES, samples, write_checkpoint
+from model.checkpoints import ARCHITECTURES, samples, write_checkpoint
 
 from common.config.groups import TrainArgs
 from common.model.policy import load_policy, load_scalar_model

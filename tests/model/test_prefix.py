@@ -9,7 +9,7 @@ import transformers
 from helpers import samples_of
 from hypothesis import given
 from hypothesis import strategies as st
-from model.test_policy import ARCHITECTURES, small
+from model.checkpoints import ARCHITECTURES, small
 from torch import Tensor
 
 from common.model import attention

@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 import torch
-from model.test_hub import with_config
+from model.checkpoints import with_config
 
 from common.model.policy import load_policy, load_scalar_model
 from common.model.scoring import reference_logps, with_logprobs, with_values

@@ -67,7 +67,7 @@ from common.model.policy import load_policy, load_scalar_model
 from common.packs.packing import pack_groups
 from common.packs.sample import Sample
 from common.objectives.reduction import sequence_mean, sequence_sum
-from model.test_policy import LLAMA3_ROPE, small
+from model.checkpoints import LLAMA3_ROPE, small
 
 folder, context, recompute = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "recompute"
 shortest = int(sys.argv[4])

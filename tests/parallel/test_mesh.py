@@ -13,13 +13,14 @@ import sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from model.test_policy import samples, whole
+from model.checkpoints import samples
 from common.parallel import distributed
 from common.train.checkpoint import Checkpointer
 from common.train.run_folder import prepare_output_dir
 from common.config.groups import TrainArgs
 from common.text.tokenizer import load_tokenizer
 from common.rollout.weights import whole_weights
+from common.model.loading import whole
 from common.model.policy import load_policy
 from common.train.optim import adamw, optimizer_step
 from common.packs.packing import pack

@@ -17,7 +17,7 @@ import torch
 import yaml
 from helpers import ROOT
 from huggingface_hub import ModelCard, save_torch_state_dict
-from model.test_policy import ARCHITECTURES, ARGS, whole, write_checkpoint
+from model.checkpoints import ARCHITECTURES, ARGS, write_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,6 +26,7 @@ from common import durable
 from common.config.groups import TrainArgs, flags_of
 from common.config.parse import parse
 from common.model.hub import checkpoints_in, resolve_model
+from common.model.loading import whole
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.text.tokenizer import load_tokenizer

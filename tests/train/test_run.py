@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import metrics
-from model.test_policy import whole
 from processes import Clock
 from safetensors.torch import load_file
 
@@ -15,6 +14,7 @@ from common.config.extra import has_extra
 from common.config.flags import better_end
 from common.config.groups import TrainArgs
 from common.metrics.logger import RunLogger
+from common.model.loading import whole
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.packs.order import Order

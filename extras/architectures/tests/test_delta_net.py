@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import stored
+from model.checkpoints import write_checkpoint
 from model.test_families import require_vllm_keeps_nothing
 from model.test_images_and_text import opens_whole
-from model.test_policy import write_checkpoint
 from test_coverage import WITH_DELTA_NETS, require_exact
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM

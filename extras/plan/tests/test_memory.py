@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from model.test_policy import ARCHITECTURES, samples, write_checkpoint
+from model.checkpoints import ARCHITECTURES, samples, write_checkpoint
 from processes import run
 
 from common.config.groups import TrainArgs

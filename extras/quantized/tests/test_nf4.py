@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import assert_resumes_exactly, metrics, stored
+from model.checkpoints import samples, write_checkpoint
 from model.test_lora import MODELS, assert_same_weights_everywhere, move
-from model.test_policy import samples, whole, write_checkpoint
 from processes import run
 from safetensors.torch import load_file, save_file
 from test_every_script import assert_equal_runs
@@ -17,6 +17,7 @@ from test_every_script import assert_equal_runs
 from bench.models import checkpoint
 from common.config.groups import TrainArgs as Args
 from common.config.parse import one_line
+from common.model.loading import whole
 from common.model.lora import LoRALinear
 from common.model.policy import load_policy
 from common.packs.packing import pack as pack_samples
