@@ -8,6 +8,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from unittest import mock
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -101,6 +102,30 @@ def assert_close_metrics(
         for name in (name for name in names if name in a or name in b):
             difference, size = abs(a[name] - b[name]), max(abs(a[name]), abs(b[name]), floor)
             assert difference <= rel * size, (a["step"], name, a[name], b[name])
+
+
+def of_each_step(folder: Path) -> list[dict]:
+    """Return the metrics of a run that do not depend on the machine or the packing."""
+    other = ("time/", "idle/", "speed/", "memory/", "packing/", "engine/",
+             "tokens_per_second")  # fmt: skip
+    return [{k: v for k, v in line.items() if not k.startswith(other)} for line in metrics(folder)]
+
+
+def assert_equal_runs(run: Path, other: Path, without: tuple[str, ...] = ()) -> None:
+    """Compare metrics, but those that begin with `without`, and samples."""
+    names, other_names = (
+        sorted({x for line in of_each_step(each) for x in line if not x.startswith(without)})
+        for each in (run, other)
+    )
+    assert names == other_names
+    # Many are small differences of float32 numbers of size 1: 1e-5 of 0.1 is their precision.
+    assert_close_metrics(run, other, ("loss", "grad_norm"), rel=1e-5, floor=0.1)
+    assert_close_metrics(run, other, names, rel=1e-4, floor=0.1)
+    if (other / "samples.jsonl").exists():
+        for a, b in zip(samples(run), samples(other), strict=True):
+            assert a | dict(reward=0, advantage=0) == b | dict(reward=0, advantage=0)
+            assert a["reward"] == pytest.approx(b["reward"], abs=1e-6)
+            assert a["advantage"] == pytest.approx(b["advantage"], abs=1e-4)
 
 
 def assert_resumes_exactly(

@@ -12,9 +12,11 @@ import pytest
 from helpers import (
     ROOT,
     assert_close_metrics,
+    assert_equal_runs,
     assert_resumes_exactly,
     assert_same_weights,
     metrics,
+    of_each_step,
     read_rows,
     samples,
     write_rows,
@@ -154,30 +156,6 @@ def ranks(flags, tmp_path_factory) -> Callable[[int, str], Path]:
 @pytest.fixture(scope="module")
 def two_ranks(ranks) -> Callable[[str], Path]:
     return partial(ranks, 2)
-
-
-def of_each_step(folder: Path) -> list[dict]:
-    """Return the metrics of a run that do not depend on the machine or the packing."""
-    other = ("time/", "idle/", "speed/", "memory/", "packing/", "engine/",
-             "tokens_per_second")  # fmt: skip
-    return [{k: v for k, v in line.items() if not k.startswith(other)} for line in metrics(folder)]
-
-
-def assert_equal_runs(run: Path, other: Path, without: tuple[str, ...] = ()) -> None:
-    """Compare two runs: their samples, and their metrics except those that begin with `without`."""
-    names, other_names = (
-        sorted({x for line in of_each_step(each) for x in line if not x.startswith(without)})
-        for each in (run, other)
-    )
-    assert names == other_names
-    # Many are small differences of float32 numbers of size 1: 1e-5 of 0.1 is their precision.
-    assert_close_metrics(run, other, ("loss", "grad_norm"), rel=1e-5, floor=0.1)
-    assert_close_metrics(run, other, names, rel=1e-4, floor=0.1)
-    if (other / "samples.jsonl").exists():
-        for a, b in zip(samples(run), samples(other), strict=True):
-            assert a | dict(reward=0, advantage=0) == b | dict(reward=0, advantage=0)
-            assert a["reward"] == pytest.approx(b["reward"], abs=1e-6)
-            assert a["advantage"] == pytest.approx(b["advantage"], abs=1e-4)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

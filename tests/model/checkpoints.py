@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 import transformers
 from helpers import tiny_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from common.config.groups import TrainArgs
 from common.model.tiny import tiny_model
-from common.packs.sample import Sample
+from common.packs.sample import Completion, Sample
 
 ARGS = TrainArgs(dtype="float32")
 WINDOW = 7
@@ -82,3 +82,60 @@ def with_config(folder: Path, **fields) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | fields))
     return folder
+
+
+def opens_whole(folder: Path) -> torch.nn.Module:
+    """Return the model of an export, whose files must have exactly the weights of its class."""
+    model, info = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    return model
+
+
+# ---- reward models ----
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>\n' }}"
+    "{% endfor %}"
+)
+
+
+def save_classifier(folder, template: str | None = TEMPLATE, context: int = 256):
+    """Save a Llama with another vocabulary: bytes, some of them merged."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, "th", "in", "an"])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("t", "h"), ("i", "n"), ("a", "n")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template
+    )
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=context, num_labels=1,
+        pad_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = LlamaForSequenceClassification(config)
+        torch.nn.init.normal_(model.score.weight, std=1.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def sampled(tokenizer, row: dict, prompt: str, text: str, finish: str = "stop") -> Completion:
+    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    ids = prompt_ids + tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids += [tokenizer.eos_token_id] * (finish == "stop")
+    size = len(prompt_ids)
+    mask = [i >= size for i in range(len(ids))]
+    return Completion(ids, mask, prompt_length=size, text=text, finish_reason=finish, row=row)

@@ -2,12 +2,11 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import stored
-from processes import run
+from model.architectures import require_vllm_keeps_nothing
 from safetensors.torch import load_file, save_file
 
 from bench.models import ARGS, checkpoint
@@ -17,39 +16,6 @@ from common.rollout.weights import sync_weights, whole_weights
 from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import export_hf
 
-# Program of a rank: vLLM samples the same prompts again and again, with other weights each time.
-AGAIN = """
-import sys
-from model.test_families import *
-from bench.completions import complete
-from bench.delta_vllm import prepare
-from bench.models import rows
-from common.packs.packing import pack
-from common.parallel import distributed
-from common.rollout.engines import make_engine
-path, has_delta_nets = sys.argv[1:]
-device, _, _ = distributed.setup(0)
-if has_delta_nets == "True":
-    prepare()
-policy, tokenizer = load_policy(path, ARGS, device), load_tokenizer(path)
-args = replace(ARGS, engine="vllm")
-engine = make_engine(path, args, tokenizer, device)
-worst = []
-with torch.no_grad():
-    for turn in range(4):
-        sync_weights(engine, whole_weights(policy, engine.dtype))
-        groups = complete(engine, rows()[1:4], 2, [1, 2, 3], 0.7)
-        (mb,) = pack([sample for group in groups for sample in group], 2000, device)
-        difference_T = policy(mb, temperature=0.7)[0] - mb.rollout_logprobs_T
-        worst.append((difference_T * mb.loss_mask_T).abs().max().item())
-        policy.reshard()
-        for number, parameter in enumerate(policy.parameters()):
-            parameter.mul_(1 + 0.05 * (number % 3))
-engine.close()
-print(worst)
-assert max(worst) < 1e-4, worst
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gemma2", "qwen3_moe"])
@@ -57,14 +23,6 @@ def test_vllm_keeps_nothing_of_old_weights(model_type, tmp_path):
     """Gemma 2 has both soft caps, alternating windows, and a tied head. vLLM packs experts for its
     kernel."""
     require_vllm_keeps_nothing(model_type, tmp_path)
-
-
-def require_vllm_keeps_nothing(model_type: str, folder: Path) -> None:
-    """It samples the same prompts four times, with other weights each time: neither a weight, nor
-    a cached prefix, nor a state of a delta net is left from before."""
-    pytest.importorskip("vllm")
-    path = checkpoint(model_type, folder / "model")
-    run(1, AGAIN, path, model_type.startswith("qwen3_5"))
 
 
 # ---- GLM-4.5 ----

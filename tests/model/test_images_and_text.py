@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import assert_close_metrics, assert_resumes_exactly, metrics, stored, tiny_tokenizer
+from model.checkpoints import opens_whole
 from processes import run
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification
@@ -66,15 +67,6 @@ def require_numbers_of(model: torch.nn.Module, path: str, device) -> None:
     logp_TV = logits(model, ids)[:-1].log_softmax(-1)
     expected_T = logp_TV.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
     torch.testing.assert_close(logprobs(path, device, ids).cpu(), expected_T, atol=2e-5, rtol=0)
-
-
-def opens_whole(folder: Path) -> torch.nn.Module:
-    """Return the model of an export, whose files must have exactly the weights of its class."""
-    model, info = AutoModelForImageTextToText.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
-    )
-    assert not any(info.values()), info
-    return model
 
 
 # ---- exports and runs ----

@@ -8,52 +8,16 @@ import pytest
 import torch
 from helpers import write_rows
 from in_process import Args
+from model.checkpoints import sampled, save_classifier
 from processes import run
 
 from common.metrics.meter import Meter
 from common.model.hub import resolve_model
 from common.model.policy import load_scalar_model
-from common.packs.sample import Completion
 from common.parallel.distributed import RunError
 from common.rewards.total import Rewards
 from common.text.tokenizer import load_tokenizer
 from common.train.checkpoint import export_hf
-
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>\n' }}"
-    "{% endfor %}"
-)
-
-
-def save_classifier(folder, template: str | None = TEMPLATE, context: int = 256):
-    """Save a Llama with another vocabulary: bytes, some of them merged."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*alphabet, "th", "in", "an"])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("t", "h"), ("i", "n"), ("a", "n")]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    special = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template
-    )
-    tokenizer.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=context, num_labels=1,
-        pad_token_id=None,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        model = LlamaForSequenceClassification(config)
-        torch.nn.init.normal_(model.score.weight, std=1.0)
-    model.save_pretrained(folder)
-    return folder
 
 
 @cache
@@ -66,15 +30,6 @@ def classifier(folder):
 @torch.no_grad()
 def by_transformers(folder, ids: list[int]) -> float:
     return float(classifier(folder)(input_ids=torch.tensor([ids])).logits)
-
-
-def sampled(tokenizer, row: dict, prompt: str, text: str, finish: str = "stop") -> Completion:
-    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    ids = prompt_ids + tokenizer(text, add_special_tokens=False)["input_ids"]
-    ids += [tokenizer.eos_token_id] * (finish == "stop")
-    size = len(prompt_ids)
-    mask = [i >= size for i in range(len(ids))]
-    return Completion(ids, mask, prompt_length=size, text=text, finish_reason=finish, row=row)
 
 
 def exported(path: str, folder, device, tokenizer=None):

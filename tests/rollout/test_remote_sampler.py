@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 from helpers import assert_close_metrics, assert_same_weights, logged, metrics, samples, write_rows
 from in_process import REWARD
+from model.checkpoints import save_classifier
 from processes import Ranks, run, run_and_kill, until
 
 from bench.models import checkpoint
-from tests.rewards.test_reward_model import save_classifier
 
 pytestmark = pytest.mark.slow
 

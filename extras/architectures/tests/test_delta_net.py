@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import stored
-from model.checkpoints import write_checkpoint
-from model.test_families import require_vllm_keeps_nothing
-from model.test_images_and_text import opens_whole
-from test_coverage import WITH_DELTA_NETS, require_exact
+from model.architectures import WITH_DELTA_NETS, require_exact, require_vllm_keeps_nothing
+from model.checkpoints import opens_whole, write_checkpoint
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import metrics, write_rows
 from in_process import Args
+from model.checkpoints import sampled, save_classifier
 from processes import run
 
 from common.metrics.meter import Meter
@@ -17,7 +18,6 @@ from common.parallel.distributed import RunError
 from common.rewards.total import Rewards
 from common.text.tokenizer import load_tokenizer
 from extras.judges.judges import criteria_of
-from tests.rewards.test_reward_model import sampled, save_classifier
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
