@@ -1,6 +1,5 @@
 """An engine of each kind in the test process, and a policy to sample from, as fixtures."""
 
-import asyncio
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,17 +7,16 @@ from unittest import mock
 
 import pytest
 import torch
-from in_process import NEW_TOKENS, Args
+from in_process import Args
 
-from common.metrics.meter import Meter
 from common.model.policy import Policy, load_policy
 from common.model.tiny import tiny_model
-from common.packs.sample import Completion
-from common.rollout.engine import Engine, Request
+from common.rollout.engine import Engine
 from common.rollout.engines import make_engine
 from common.rollout.weights import sync_weights, whole_weights
 from common.text.tokenizer import load_tokenizer
 
+NEW_TOKENS = 24
 RANK_0_OF_1 = dict(
     RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
     MASTER_PORT="0",
@@ -66,37 +64,6 @@ def policy(device) -> Policy:
 def synced(engine, policy) -> Engine:
     sync_weights(engine, whole_weights(policy, engine.dtype))
     return engine
-
-
-class Flight:
-    """Requests that an engine samples, a coroutine for each. The test says when rounds run."""
-
-    def __init__(self, engine: Engine, requests: list[Request]):
-        self.engine = engine
-        self.requests = requests
-        self.meter = Meter()
-        self.loop = asyncio.new_event_loop()
-        self.tasks = [self.loop.create_task(engine.sample(request)) for request in requests]
-        self.turn()
-
-    def turn(self) -> None:
-        self.loop.run_until_complete(asyncio.sleep(0))
-
-    def rounds(self, count: int) -> None:
-        for _ in range(count):
-            self.engine.step(self.meter)
-        self.turn()
-
-    @property
-    def ended(self) -> list[Request]:
-        pairs = zip(self.requests, self.tasks, strict=True)
-        return [request for request, task in pairs if task.done()]
-
-    def finish(self) -> list[Completion]:
-        while not all(task.done() for task in self.tasks):
-            self.rounds(1)
-        self.loop.close()
-        return [request.completion for request in self.requests]
 
 
 def stopping(engine: Engine, strings: tuple[str, ...]):

@@ -26,7 +26,6 @@ from common.parallel import distributed, process
 from common.text.tasks import arithmetic_rows
 from common.train import run
 
-NEW_TOKENS = 24
 REWARD = '''
 def digits(completion, row):
     """Varies among the completions of an untrained model: each step has something to learn."""

@@ -45,27 +45,11 @@ def naive_centred(group):
     return [0.0 if equal and not math.isnan(r) else r - mean for r in group]
 
 
-def naive_whiten(values):
-    """Return the whitened values of a flat list in which every value counts once."""
-    if len(values) < 2 or len(set(values)) == 1:
-        return [0.0] * len(values)
-    mean, std = statistics.fmean(values), statistics.stdev(values)
-    return [(x - mean) / (std + 1e-6) for x in values]
-
-
 def tokens(new, old, A, low=0.2, high=0.28, mask=None, ids=None) -> PolicyInputs:
     """Return a policy loss's inputs. By default each token is trained, a completion of its own."""
     mask = torch.ones(len(new)).bool() if mask is None else mask
     ids = torch.arange(len(new)) if ids is None else ids
     return PolicyInputs(new, old, A, mask, ids, low, high)
-
-
-def disturbed(model):
-    """Change all weights of a model a little, so that it differs from the reference. Return it."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.02)
-    return model
 
 
 def naive_logps(hf, sample):

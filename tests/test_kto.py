@@ -9,7 +9,7 @@ import torch
 from helpers import metrics, read_rows, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from naive import disturbed, naive_logps
+from naive import naive_logps
 
 import kto
 from common.metrics.meter import Meter
@@ -58,6 +58,14 @@ def test_conversations_and_labels_of_tables_are_read():
     for messages in ([], turns[:3], "1+1"):
         with pytest.raises(ValueError, match="rows:0: column messages must end with a turn of the"):
             encode([dict(messages=messages, label=True)], ("messages", "label"))
+
+
+def disturbed(model):
+    """Perturb a policy: the reference must differ."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.02)
+    return model
 
 
 @pytest.mark.parametrize("name", ["kto", "apo_zero_unpaired"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from naive import double, naive_centred, naive_whiten
+from naive import double, naive_centred
 
 import reinforce
 from common.packs.packing import PackedBatch, pack_minibatches
@@ -59,6 +59,14 @@ def advantages(name, rewards, groups) -> list[list[float]]:
     args = reinforce.Args(advantage=name)
     minibatches = packs(groups)
     return on_trained_tokens(reinforce.with_advantages(minibatches, rewards, args))
+
+
+def naive_whiten(values):
+    """Return the whitened values of a flat list in which every value counts once."""
+    if len(values) < 2 or len(set(values)) == 1:
+        return [0.0] * len(values)
+    mean, std = statistics.fmean(values), statistics.stdev(values)
+    return [(x - mean) / (std + 1e-6) for x in values]
 
 
 @given(groups, st.booleans(), st.lists(st.integers(0, 7), min_size=12, max_size=12))

@@ -1,6 +1,7 @@
 """Both engines sample from exactly the trainer's weights, and completions depend only on their
 seeds."""
 
+import asyncio
 import contextlib
 import json
 import random
@@ -11,8 +12,8 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from engines import Flight, stopping
-from in_process import NEW_TOKENS, Args
+from engines import NEW_TOKENS, stopping
+from in_process import Args
 from transformers import AutoModelForCausalLM
 
 from bench.completions import complete
@@ -31,6 +32,38 @@ from common.rollout.sampler import ColocatedEngine
 from common.rollout.vllm_engine import lost_asleep
 from common.rollout.weights import sync_weights, whole_weights
 from common.text.tokenizer import load_tokenizer
+
+
+class Flight:
+    """Requests in flight: one coroutine for each."""
+
+    def __init__(self, engine: Engine, requests: list[Request]):
+        self.engine = engine
+        self.requests = requests
+        self.meter = Meter()
+        self.loop = asyncio.new_event_loop()
+        self.tasks = [self.loop.create_task(engine.sample(request)) for request in requests]
+        self.turn()
+
+    def turn(self) -> None:
+        self.loop.run_until_complete(asyncio.sleep(0))
+
+    def rounds(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step(self.meter)
+        self.turn()
+
+    @property
+    def ended(self) -> list[Request]:
+        pairs = zip(self.requests, self.tasks, strict=True)
+        return [request for request, task in pairs if task.done()]
+
+    def finish(self) -> list[Completion]:
+        while not all(task.done() for task in self.tasks):
+            self.rounds(1)
+        self.loop.close()
+        return [request.completion for request in self.requests]
+
 
 TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over", "1+1=")
 SEEDS = [11, 21, 31, 41, 12]  # the first and the last prompt have seeds next to each other
