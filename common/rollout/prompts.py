@@ -4,6 +4,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Self
 
@@ -150,27 +151,8 @@ def encode_prompts(
     if rows and room < 1:
         problem = f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt"
         raise ValueError(f"{problem} in {limit.flag}; lower it")
-    makers = {}  # functions that compute a column from the row, by the name of the column
-    if args.environment is not None:
-        from common.rollout.environments import prompt_maker_of_environment
-
-        makers["_prompt"] = prompt_maker_of_environment(args)
-    elif args.prompt_template is not None:
-        makers["_prompt"] = template_maker(args, shot_args)
-    if args.tools:
-        makers["tools"] = partner_of(args).tools_of_rows(args, encoder.tokenizer)
-    check = row_check(args)
-
-    def encode(row: dict) -> array:
-        for column, make in makers.items():
-            row[column] = make(row)
-        ids = encoder.prompt(row, columns)
-        if columns and not ids:
-            raise ValueError(f"{row['_source']}: column {columns[0]} is empty")
-        if len(ids) <= room:
-            check(row)
-        return ids
-
+    makers = column_makers(args, encoder, shot_args)
+    encode = partial(prompt_ids, columns, encoder, makers, row_check(args), room)
     prompts = Prompts([], [])
     for row, ids in encode_each(rows, encode, args.on_bad_row):
         if len(ids) <= room:
@@ -191,6 +173,38 @@ def encode_prompts(
         example = f"all {len(rows)} rows, such as {rows[0]['_source']}"
         raise ValueError(f"{example}, are left out (--on_bad_row skip)")
     return prompts
+
+
+def column_makers(
+    args: SamplingArgs, encoder: Encoder, shot_args: ShotArgs
+) -> dict[str, Callable[[dict], object]]:
+    """Return the functions that compute a column from the row, by the name of the column."""
+    makers: dict[str, Callable[[dict], object]] = {}
+    if args.environment is not None:
+        from common.rollout.environments import prompt_maker_of_environment
+
+        makers["_prompt"] = prompt_maker_of_environment(args)
+    elif args.prompt_template is not None:
+        makers["_prompt"] = template_maker(args, shot_args)
+    if args.tools:
+        makers["tools"] = partner_of(args).tools_of_rows(args, encoder.tokenizer)
+    return makers
+
+
+def prompt_ids(
+    columns: Columns, encoder: Encoder, makers: dict[str, Callable[[dict], object]],
+    check: Callable[[dict], None], room: int, row: dict,
+) -> array:  # fmt: skip
+    """Write the columns of `makers` into the row, and return its prompt. One that is longer than
+    the `room` is dropped, so its row need not pass the `check`."""
+    for column, make in makers.items():
+        row[column] = make(row)
+    ids = encoder.prompt(row, columns)
+    if columns and not ids:
+        raise ValueError(f"{row['_source']}: column {columns[0]} is empty")
+    if len(ids) <= room:
+        check(row)
+    return ids
 
 
 # ---- --prompt_template, with solved examples (few-shot) ----
