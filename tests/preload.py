@@ -1,5 +1,5 @@
-"""Imports of the process from which ranks are forked (warm.py). They take most of a short run's
-time, so they happen once."""
+"""Imports of the process from which ranks are forked (warm.py). They happen once: two ranks of
+sft.py take 3.5 s of a core so, and 13.6 s without; `make test` would take more than 7 minutes."""
 
 import atexit
 import gc

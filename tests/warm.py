@@ -1,5 +1,6 @@
-"""The process from which ranks are forked: it has imported what scripts import (preload.py), so
-that a rank starts at once. The controller of pytest-xdist starts it for all workers."""
+"""The process from which ranks are forked: it has imported what scripts import, without which `make
+test` would take more than 7 minutes (preload.py). The controller of pytest-xdist starts it for all
+workers."""
 
 import multiprocessing
 import os

@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar, Literal
 
 import pytest
 import yaml
-from config.test_groups import ALGORITHMS
 from helpers import ROOT
 from pydantic.dataclasses import dataclass
+from scripts import ALGORITHMS
 
 import grpo
 import ppo

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from config.test_groups import ALGORITHMS
 from helpers import ROOT
+from scripts import ALGORITHMS
 from transformers import AttentionInterface, Qwen3Config
 
 import grpo
