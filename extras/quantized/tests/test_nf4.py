@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import assert_equal_runs, assert_resumes_exactly, metrics, stored
+from model.adapters import MODELS, assert_same_weights_everywhere, move
 from model.checkpoints import samples, write_checkpoint
-from model.test_lora import MODELS, assert_same_weights_everywhere, move
 from processes import run
 from safetensors.torch import load_file, save_file
 
