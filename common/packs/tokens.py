@@ -161,23 +161,23 @@ class CompactTokens(ModelTokens):
 
 
 def compact_tokens(
-    groups: list[list[TokenSequence]], streams: dict[str, np.ndarray], device: torch.device,
+    parts: list[list[TokenSequence]], streams: dict[str, np.ndarray], device: torch.device,
     context_group: Any,
 ) -> CompactTokens:  # fmt: skip
-    """Return the tokens that this rank computes for the `groups` of its micro-batch. The ranks of a
-    context group compute their micro-batches together: group i belongs to rank i modulo their
-    number."""
+    """Return the tokens that this rank computes for the `parts` of groups in its micro-batch. The
+    ranks of a context group compute their micro-batches together: part i belongs to rank i modulo
+    their number."""
     size, rank = (1, 0) if context_group is None else (context_group.size, context_group.rank)
-    sequences = [sequence for group in groups for sequence in group]
+    sequences = [sequence for part in parts for sequence in part]
     num_tokens = sum(s.num_targets - s.shared for s in sequences)
     per_rank = math.ceil(max(1, num_tokens) / size)
-    if per_rank * size > num_tokens:  # makes the parts of the ranks equal
+    if per_rank * size > num_tokens:  # all ranks compute as many
         sequences.append(padding(per_rank * size - num_tokens, streams))
     here = slice(rank * per_rank, (rank + 1) * per_rank)
     places = places_of(sequences)
-    bounds = pairwise([0, *accumulate(map(len, groups))])
-    own_groups = [places[start:end] for start, end in bounds][rank::size]
-    own_places = [of_sequence for group in own_groups for of_sequence in group]
+    bounds = pairwise([0, *accumulate(map(len, parts))])
+    own_parts = [places[start:end] for start, end in bounds][rank::size]
+    own_places = [of_sequence for part in own_parts for of_sequence in part]
     tokens = CompactTokens(
         tensor_of([s.ids[s.shared : -1] for s in sequences], device)[here],
         tensor_of([s.ids[s.shared + 1 :] for s in sequences], device)[here],
