@@ -12,7 +12,7 @@ from processes import alive, descendants, run, until
 
 from common.metrics.meter import Meter
 from common.rewards.total import Rewards
-from tests.rewards.test_total import ROW, groups, make, user_file
+from tests.rewards.scored import ROW, groups, make, user_file
 
 CODE = """
 import os

@@ -13,8 +13,7 @@ from common.rewards.registry import BUILT_IN, OTHERS, load_reward
 from common.rewards.total import Rewards
 from common.rollout.engine import empty_completion
 from common.text.thoughts import Thoughts, answer_of
-
-RIGHT = r"\boxed{18}"
+from tests.rewards.scored import RIGHT, require_no_answers_in_thoughts, rows_of
 
 
 @pytest.mark.parametrize(("text", "inside", "answer"), [
@@ -34,46 +33,16 @@ def test_answer_is_behind_the_last_thought(text, inside, answer):
 # ---- built-in rewards ----
 
 
-def rows_of(name: str) -> dict:
-    instructions = dict(instruction_id_list=["punctuation:no_comma"], kwargs=[{}])
-    tests = [dict(input="", output="18\n")]
-    row = dict(answer="18", target=18, nums=[9, 9], tests=tests, _source="rows:1", reward=name)
-    return row | instructions | dict(options=["7", "18"])
-
-
 TEXTS = {
     "exact_match": "18", "gsm8k": "#### 18", "gsm8k_flexible": "18",
     "boxed": RIGHT, "math": RIGHT, "format": "#### 18",
 }  # fmt: skip
 FOUND_ANYWHERE = ("gsm8k", "gsm8k_flexible", "boxed", "math")  # in `<think>` too
-WRONG = "perhaps ,\n```python\nprint(7)\n```\n#### 7 or \\boxed{7}\n7"
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_thoughts_are_no_answers(name):
     require_no_answers_in_thoughts(name, TEXTS[name], name in FOUND_ANYWHERE)
-
-
-def require_no_answers_in_thoughts(name: str, right: str, found_anywhere: bool) -> None:
-    """Check a reward that gives 1 to the text `right`."""
-    row = rows_of(name)
-    texts = [
-        f"<think>{WRONG}</think>\n{right}",
-        f"<think>{right}",
-        f"<think>{right}</think>",
-        right,
-        WRONG,
-    ]
-    group = [Completion([1, 2], [False, True], text=text, row=row) for text in texts]
-    for thoughts in ("cut", "keep"):
-        args = Args(reward=(name,), thoughts=thoughts, reward_timeout=PATIENCE, reward_workers=2)
-        rewards = Rewards(args, [row], tiny_tokenizer(), torch.device("cpu"))
-        values = rewards.wait([group], Meter()).rewards_PG[0].tolist()
-        assert values[3] == 1 and values[4] < 1, thoughts
-        if thoughts == "cut":
-            assert values[:3] == [1, 0, 0]
-        else:
-            assert values[1] == found_anywhere
 
 
 def test_every_builtin_reward_reads_the_answer_or_says_what_it_reads():

@@ -7,36 +7,15 @@ import sys
 import pytest
 import torch
 from in_process import Args
-from processes import PATIENCE
 
 from common.metrics.meter import Meter
-from common.packs.sample import Completion, Sample
+from common.packs.sample import Completion
 from common.parallel.distributed import RunError
 from common.rewards.functions import REWARDS
 from common.rewards.registry import BUILT_IN, load_reward, row_check
-from common.rewards.total import Rewards
+from tests.rewards.scored import ROW, groups, make, user_file
 
 # ---- several rewards at once ----
-
-ROW = dict(answer="18", _source="rows.jsonl:1")
-
-
-def make(names, weights=(), max_errors=0.0, rows=(ROW,), seconds=PATIENCE, **flags):
-    limits = dict(max_reward_errors=max_errors, reward_timeout=seconds, reward_workers=2)
-    args = Args(reward=names, reward_weights=weights, **limits, **flags)
-    return Rewards(args, list(rows), tokenizer=None, device=torch.device("cpu"))
-
-
-def groups(*texts_of_groups) -> list[list[Sample]]:
-    return [
-        [Completion(ids=[1, 2], loss_mask=[False, True], text=t, row=ROW) for t in texts]
-        for texts in texts_of_groups
-    ]
-
-
-def user_file(tmp_path, code: str):
-    (tmp_path / "mine.py").write_text(code)
-    return tmp_path / "mine.py"
 
 
 def test_total_reward_is_the_weighted_sum():

@@ -25,7 +25,7 @@ from extras.code.program_text import extract_program
 from extras.code.reward import fraction, same_output
 from extras.code.sandbox import program
 from extras.code.sandbox.program import Limits, Outcome
-from tests.rewards.test_thoughts import require_no_answers_in_thoughts
+from tests.rewards.scored import require_no_answers_in_thoughts
 
 pytestmark = pytest.mark.skipif(program.problem() is not None, reason=str(program.problem()))
 LIMITS = Limits(seconds=PATIENCE)

@@ -8,7 +8,7 @@ from common.rewards.registry import OTHERS, load_reward
 from extras.graders.ifeval import INSTRUCTIONS, arguments_of
 from extras.graders.tests.test_choice import CITIES, STATED
 from extras.graders.tests.test_ifeval import CASES
-from tests.rewards.test_thoughts import RIGHT, require_no_answers_in_thoughts
+from tests.rewards.scored import RIGHT, require_no_answers_in_thoughts
 
 NAMES = [name for name, place in OTHERS.items() if place.startswith("extras.graders.")]
 EXAMPLES = {name: value for _, kwargs, _, _ in CASES for name, value in kwargs.items()}
