@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from torch.cuda import nccl
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- report of make gpu-report -->\n", "<!-- end of the report -->\n"
@@ -39,7 +40,7 @@ def facts() -> str:
         except PackageNotFoundError:
             versions.append(f"no {name}")
     if count:
-        versions.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+        versions.append(f"NCCL {'.'.join(map(str, nccl.version()))}")
     changed = " with changes" if status else ""
     return (
         f"{time.strftime('%Y-%m-%d')}, commit {commit.strip()}{changed}, {devices}. "

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bench.gpu import synchronize
 from common.model.attention import packed_attention
@@ -167,7 +168,7 @@ class PeakOfTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args: Sequence = (), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(out):
+        for x in tree_leaves(out):
             if (
                 isinstance(x, torch.Tensor)
                 and (key := x.untyped_storage()._cdata) not in self.alive

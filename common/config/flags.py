@@ -221,7 +221,7 @@ class TreeLoader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
             problem = "aliases (*name) are not read; write the value again"
-            raise yaml.composer.ComposerError(None, None, problem, mark)
+            raise yaml.MarkedYAMLError(None, None, problem, mark)
         try:
             return super().compose_node(parent, index)
         except RecursionError:

@@ -67,7 +67,8 @@ def f(u: Tensor, f_divergence: FDivergence) -> Tensor:
             return -torch.expm1((-u).clamp(max=EXPONENT_LIMIT))
         case "alpha":
             return -2 * torch.expm1((-u / 2).clamp(max=EXPONENT_LIMIT))
-    return u
+        case "reverse_kl":
+            return u
 
 
 # Flags of each objective, beside beta.

@@ -87,6 +87,7 @@ def _by_names(base: str) -> dict[str, list[str]]:
     except data_files.EmptyDatasetError:
         patterns = {}
     found = data_files.DataFilesDict.from_patterns(patterns, base, SUFFIXES)
+    # pyrefly: ignore[unnecessary-type-conversion]  # datasets says `str`, but gives `NamedSplit`
     return {str(split): sorted({*files}) for split, files in found.items()}
 
 

@@ -14,6 +14,7 @@ import datasets
 import huggingface_hub
 import numpy as np
 import pyarrow
+from datasets.exceptions import DatasetGenerationError
 from pyarrow import parquet
 
 from common.parallel.distributed import first_line
@@ -60,7 +61,7 @@ def _hub(label: str) -> Iterator[None]:
         has_answered = isinstance(error, FileNotFoundError)
         on_hub = "not found on the hub" if has_answered else "the hub cannot be reached"
         missing = f"no such file or folder, and {on_hub}: " if isinstance(error, OSError) else ""
-        if isinstance(error, datasets.exceptions.DatasetGenerationError):
+        if isinstance(error, DatasetGenerationError):
             error = error.__cause__ or error  # its own message is only that it happened
         raise ValueError(f"{label}: {missing}{first_line(error)}") from error
 

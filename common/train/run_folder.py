@@ -148,7 +148,7 @@ def unlock() -> None:
 
 def _has_begun(folder: Path) -> bool:
     """Return whether a run has written more here than flags: metrics, completions, checkpoints."""
-    return bool(_can_resume(folder) or (folder / "metrics.jsonl").is_file())
+    return _can_resume(folder) or (folder / "metrics.jsonl").is_file()
 
 
 def _can_resume(folder: Path) -> bool:

@@ -152,7 +152,7 @@ def count_sentences(text: str) -> int:
 
 
 def nth_paragraph_first_word(
-    text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
+    text: str, num_paragraphs: int, nth_paragraph: float, first_word: str
 ) -> bool:
     """Check that there are exactly so many paragraphs, divided by empty lines, and that the nth
     (from 1) begins with the word."""

@@ -480,7 +480,7 @@ def test_lack_of_memory_is_named(tmp_path, monkeypatch):
     ],
 )
 def test_missing_dataset_is_refused_by_name(dataset, words, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError) as error:
         open_split("--eval_dataset", dataset, "train")
     assert str(error.value).startswith(f"--eval_dataset {dataset}: {words}")

@@ -259,7 +259,7 @@ def test_content_is_stored_once_and_only_if_it_is_a_picture(tmp_path):
         with pytest.raises(ValueError, match="cannot be read"):
             taken(dict(images=[content], prompt="?"))
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    assert stored(ONE) == stored(bytes(ONE)) != stored(TWO)
+    assert stored(ONE) == stored(bytes(bytearray(ONE))) != stored(TWO)
     assert stored(ONE).endswith(digest(ONE))
 
 
