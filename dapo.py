@@ -169,8 +169,7 @@ def draw_groups(
         both_P2G = torch.stack([rewards_PG, rewards_PG + penalties_PG], dim=1)
         draws.append(distributed.gather_rows(both_P2G, positions))
         groups |= zip((num_drawn + i for i in positions), new_groups, strict=True)
-        rewards_BG, scores_BG = torch.cat(draws).unbind(1)
-        is_unequal_B = unequal(rewards_BG)
+        is_unequal_B = unequal(torch.cat(draws)[:, 0])
         num_drawn = len(is_unequal_B)
         kept = is_unequal_B.nonzero().flatten().tolist()[: args.prompts_per_step]
     if not kept:
@@ -180,7 +179,8 @@ def draw_groups(
         name: distributed.join_rows([of_draw[name] for of_draw in named_of_draws])
         for name in named_of_draws[0]
     }
-    return Drawn(groups, named_rewards, rewards_BG, scores_BG, is_unequal_B, kept)
+    rewards_BG, scores_BG = torch.cat(draws).unbind(1)
+    return Drawn(groups, named_rewards, rewards_BG, scores_BG, unequal(rewards_BG), kept)
 
 
 @dataclass

@@ -336,7 +336,8 @@ def main(args: Args) -> None:
 
     for step in run.steps():  # saves checkpoints between steps
         # ---- 1. batch: completions by the student and from the data ----
-        groups = []
+        groups, positions = [], []
+        rewards_PG, named_rewards = torch.empty(0), {}
         if num_sampled:
             rollout = sampler.rollout(step, total_steps, meter)  # syncs weights, then samples
             if rollout is None:  # a stop was requested

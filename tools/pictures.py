@@ -515,10 +515,9 @@ def shown_run(run: Path, copy: Path) -> Path:
     """Copy a run with only one trace: the last one whose first group is about half right."""
     from extras.trace.file import read
 
-    for file in sorted(run.glob("trace/*.gz")):
-        _, group, *_ = read(file)
-        if 0.4 < fmean(x["reward"] for x in group["completions"]) < 0.7:
-            chosen = file
+    firsts = {file: read(file)[1] for file in sorted(run.glob("trace/*.gz"))}
+    means = {file: fmean(x["reward"] for x in firsts[file]["completions"]) for file in firsts}
+    chosen = [file for file, mean in means.items() if 0.4 < mean < 0.7][-1]
     (copy / "trace").mkdir(parents=True)
     for file in (chosen, run / "metrics.jsonl", run / "args.yaml"):
         shutil.copy(file, copy / file.relative_to(run))

@@ -98,7 +98,7 @@ def gae(
     streams = rewards_T.double(), values_T.double(), sequence_ids_T
     tokens = zip(*(x_T.cpu()[trained].tolist() for x_T in streams), strict=True)
     advantages = []
-    sequence = None
+    sequence, A, V_next = None, 0.0, 0.0
     for r, V, n in reversed([*tokens]):
         if n != sequence:  # the last token of this one
             sequence, A, V_next = n, 0.0, 0.0

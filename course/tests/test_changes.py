@@ -196,6 +196,7 @@ def test_pass_at_k_is_the_gain_of_the_best_of_k(patched):
 
 def test_opo_subtracts_the_mean_reward_of_a_token(patched):
     opo, lengths = importlib.import_module(patched("opo")).opo, [3, 1, 8, 2, 6]
+    got = []
     for group in GROUPS:
         tokens = [r for r, n in zip(group, lengths, strict=True) for _ in range(n) if r == r]
         mean = statistics.fmean(tokens)

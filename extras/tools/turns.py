@@ -123,13 +123,15 @@ class ToolEpisode:
 
     async def _start(self) -> Result:
         """Begin the episode in a new process. Raises `RunError` if the tools cannot be loaded."""
+        error = None
         for _ in range(STARTS):
             self.process = Process(self.tools.server, START)
             seconds = self.tools.args.answer_seconds
             result = await self.process.call("begin", self.row, seconds=seconds)
             if self.process.loaded:
                 return result
-        raise distributed.RunError(f"--tools: {result.error}")
+            error = result.error
+        raise distributed.RunError(f"--tools: {error}")
 
     def _reply(self, completion: Completion, calls: list[Call], texts: list[str]) -> list[int]:
         last = last_token(completion, self.tools.args)

@@ -30,7 +30,7 @@ def main(
     are file descriptors. `output` first tells the parent that the process is confined; then it has
     what a program or the judge prints."""
     if mode == "judge":
-        judge = __import__("judge")  # now: the file cannot be read later
+        __import__("judge")  # now: the file cannot be read later
     del sys.path[0]
     with open(int(source), "rb") as file:
         text = file.read()
@@ -43,7 +43,7 @@ def main(
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D"))
     os.write(int(output), READY)
     if mode == "judge":
-        judge.main(text, int(output), *map(int, pipes.split()))
+        __import__("judge").main(text, int(output), *map(int, pipes.split()))
     elif mode == "functions":
         os.close(int(output))
         Functions(*map(int, pipes.split())).serve(text)
