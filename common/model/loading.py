@@ -79,6 +79,7 @@ def files_of(path: str | Path) -> list[Path]:
 def base_dtype(path: str | Path) -> torch.dtype:
     """Return the dtype of the weights that the folder's config names; float32 if it names none."""
     config = load_config(path)
+    # pyrefly: ignore[bad-return]  # transformers declares `str` too, the name in the file
     return config.dtype or config.get_text_config().dtype or torch.float32
 
 
@@ -235,7 +236,7 @@ def _are_equal(one, other) -> bool:
     return all(torch.equal(*(x[i : i + 4096].float() for x in (one, other))) for i in starts)
 
 
-def _require_all(hf: nn.Module, found, unread: set[str]) -> None:
+def _require_all(hf, found, unread: set[str]) -> None:
     """Raise `ValueError` unless transformers `found` all weights of the model in the files.
     `unread`: parameters that no file has filled."""
     if "score.weight" in found.unexpected_keys:
@@ -257,7 +258,7 @@ def _require_all(hf: nn.Module, found, unread: set[str]) -> None:
         raise ValueError(f"{name}: {failure.splitlines()[-2:][0]}")
 
 
-def _require_exact_slices(hf: nn.Module) -> None:
+def _require_exact_slices(hf) -> None:
     """Raise `ValueError` if a conversion of weights needs more than this rank's slice. transformers
     slices the first dimension and then converts, which is exact unless that dimension changes."""
     for rule in hf._weight_conversions:

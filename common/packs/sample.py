@@ -67,11 +67,11 @@ class Sample:
         return max(len(sequence.completion_ids) for sequence in self.sequences)
 
     @property
-    def prompt_ids(self) -> list[int]:
+    def prompt_ids(self) -> array | list[int]:
         return self.ids[: self.prompt_length]
 
     @property
-    def completion_ids(self) -> list[int]:
+    def completion_ids(self) -> array | list[int]:
         return self.ids[self.prompt_length :]
 
     @property
@@ -148,7 +148,7 @@ class Completion(Sample):
     @property
     def version(self) -> int:
         """Version of the oldest weights that sampled one of its tokens: their training steps."""
-        return min(version for version in self.versions if version >= 0)
+        return min(version for version in self.versions or () if version >= 0)
 
 
 Group = list[Completion]  # the completions of a prompt

@@ -108,7 +108,7 @@ class RewardModel:
         try:
             is_cut = sample.finish_reason == "stop" and sample.ids[-1] not in self.ends
             reads_ids = self.reads_policy_ids and not (is_cut and self.reads_stopped_text)
-            ids = sample.ids if reads_ids else self._ids(sample)
+            ids = [*sample.ids] if reads_ids else self._ids(sample)
             require_length(self.model, len(ids))
             limit = self.args.pack_limit
             if len(ids) > limit.tokens:

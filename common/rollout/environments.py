@@ -28,7 +28,7 @@ Message = dict[str, str]
 BUILT_IN = dict(calculator="extras.tools.calculator:Calculator")
 
 
-def load_environment(name: str) -> type:
+def load_environment(name: str) -> Callable:
     """Return the class of a built-in environment, or of `path/to/file.py:Class`. Raises
     `ValueError` for anything else."""
     if name in BUILT_IN:
@@ -95,7 +95,8 @@ class Environments:
     def __init__(self, args: SamplingArgs, engine: Engine):
         self.args = args
         self.encoder = Encoder(engine.tokenizer, args)
-        self.server = episode_server(BUILT_IN.get(args.environment, args.environment))
+        name = args.environment or ""
+        self.server = episode_server(BUILT_IN.get(name, name))
 
     def begin(self, row: dict) -> "EnvironmentEpisode":
         return EnvironmentEpisode(self, row)
@@ -133,7 +134,7 @@ class EnvironmentEpisode:
     def end(self, completion: Completion) -> None:
         self.process.close()
 
-    async def _call(self, method: str, *arguments: object) -> object:
+    async def _call(self, method: str, *arguments: object):
         """Call a method of the environment in its process. Raises `Failure` if the method fails."""
         result = await self.process.call(method, *arguments, seconds=self.args.answer_seconds)
         if result.error is not None:

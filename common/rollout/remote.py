@@ -202,7 +202,7 @@ class RolloutRanks:
 def measure_staleness(meter: Meter, groups: list[Group], step: int) -> None:
     """Log how many steps old the weights were that sampled the completions of step `step`."""
     for completion in chain(*(sample.sequences for sample in chain(*groups))):
-        ages = [step - version for version in completion.versions if version >= 0]
+        ages = [step - version for version in completion.versions or () if version >= 0]
         spread = max(ages) - min(ages)
         meter.mean("sampling/staleness/mean", sum(ages), len(ages))
         meter.max("sampling/staleness/max", max(ages))

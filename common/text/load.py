@@ -65,9 +65,11 @@ class Samples(Sequence):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, i: int | slice) -> list[Sample] | list[list[Sample]]:
-        chosen = range(len(self))[i]  # raises IndexError
-        return [self.make(k) for k in chosen] if isinstance(i, slice) else self.make(chosen)
+    def __getitem__(self, i: int | slice) -> list:
+        numbers = range(len(self))
+        if isinstance(i, slice):
+            return [self.make(k) for k in numbers[i]]
+        return self.make(numbers[i])  # raises IndexError
 
     def order(self, args: TrainArgs) -> Order:
         return make_order(self.rows, args)

@@ -5,7 +5,7 @@ A thought may contain a wrong number, a box or a program. None of it is the answ
 after the last thought. If that thought is unfinished, there is no answer."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from common.packs.sample import Completion
 
@@ -93,7 +93,7 @@ class Thoughts:
         return self.answer(sample)
 
 
-def before_last_turn(sample: Completion) -> list[int]:
+def before_last_turn(sample: Completion) -> Sequence[int]:
     """Return the ids before the model's last turn."""
     if sample.turns == 1:
         return sample.prompt_ids

@@ -3,7 +3,7 @@ Also the metrics that most scripts show, and the door to `--dry_run`."""
 
 import math
 from collections import Counter
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from fractions import Fraction
 from itertools import chain
 
@@ -64,7 +64,7 @@ def cost_of_rewriting(policy, samples) -> list[str]:
     """Return a line about wasted work, or none. If the chat template rewrites earlier turns, a
     conversation becomes several sequences that begin alike. Unless `policy` shares such prefixes,
     it computes these tokens again for each sequence."""
-    if policy.share_prefix or not isinstance(samples, Sized):
+    if policy.share_prefix or not isinstance(samples, Sequence):
         return []
     groups = samples[:COST_ROWS]
     if all(len(group) == 1 for group in groups):
@@ -78,7 +78,7 @@ def cost_of_rewriting(policy, samples) -> list[str]:
 
 
 def describe_rollouts(
-    args: TrainArgs, prompts: Sized, held_out: Sized, sampler, preset: str | None = None
+    args, prompts: Sized, held_out: Sized, sampler, preset: str | None = None
 ) -> list[str]:
     """Return the lines that a script with sampling prints about its run: data, length, engine, how
     far off-policy it trains, rewards, and its preset."""

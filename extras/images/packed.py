@@ -20,7 +20,7 @@ class PackedImages:
     """The images of the sequences of a pack. A plain class, like `ModelTokens`."""
 
     def __init__(self, tokens: ModelTokens):
-        sequences = tokens.image_sequences
+        sequences = tokens.image_sequences or []
         self.next = tokens.next
         # `truncate` cuts no image in two: an image that it left out ends after the sequence.
         self.images = [[i for i in s.images if i.end <= s.num_targets] for s in sequences]

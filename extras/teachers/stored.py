@@ -97,7 +97,7 @@ class StoredTeacher:
         is_writer = distributed.rank() == writer
         scored = [None] * distributed.world_size() if is_writer else None
         dist.gather_object((torch.cat(places), torch.cat(rows)), scored, writer)
-        if not is_writer:
+        if scored is None:
             return None
         places, rows = zip(*scored, strict=True)
         return torch.cat(rows)[(torch.cat(places) - start).argsort()]
