@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from pydantic.dataclasses import dataclass
 from torch import nn
-from transformers import GenerationConfig, TextStreamer
+from transformers import GenerationConfig, PreTrainedModel, TextStreamer
 from transformers.utils import logging
 
 from common.config.flags import STRICT
@@ -73,7 +73,7 @@ def merge_adapter(model: nn.Module, folder: str) -> None:
     args = LoRAArgs(adapter=folder)
     linear = dict(model.named_modules())
     lora.add_adapters(model, args)
-    stored = lora.read_adapter(model, args)
+    stored = lora.read_adapter(model, folder)
     for name, layer in [*model.named_modules()]:
         if isinstance(layer, lora.LoRALinear):
             a_RI, b_OR = (stored[f"{name}.lora_{which}"] for which in "AB")
@@ -111,7 +111,7 @@ def load(options: argparse.Namespace) -> tuple[nn.Module, Encoder, PromptArgs]:
 
 
 @torch.no_grad()
-def answer(model: nn.Module, encoder: Encoder, row: dict, max_new_tokens: int) -> str:
+def answer(model: PreTrainedModel, encoder: Encoder, row: dict, max_new_tokens: int) -> str:
     """Print the answer to the row's `prompt` token by token, and return it."""
     prompt = [*encoder.prompt(row, ("prompt",))]
     context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)

@@ -95,6 +95,7 @@ def varlen_attention(
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    # pyrefly: ignore[bad-index]  # a pair only with `return_aux`
     return varlen_attn(q, k, v, *(offsets[name] for name in names), **options)[None]
 
 

@@ -261,7 +261,7 @@ def load_teachers(
     load = partial(load_policy, **options, kind=Teacher)
     for row in rows:
         teacher_of(row, folders, flags.teacher_column)
-    teachers = {}
+    teachers: dict[str, Any] = {}
     for name, path in folders.items():
         own_tokenizer = read_tokenizer(path, "--teacher")
         if flags.teacher_logprobs == "stored":

@@ -220,12 +220,12 @@ def _peft_config(hf: nn.Module, path: str, args: TrainArgs) -> dict[str, object]
     )
 
 
-def read_adapter(hf: nn.Module, args: LoRAArgs) -> dict[str, Tensor]:
+def read_adapter(hf: nn.Module, adapter: str) -> dict[str, Tensor]:
     """Return the weights of `--adapter` for the parameters of `hf`, by name."""
     from safetensors.torch import load_file
 
-    folder = Path(os.path.expanduser(args.adapter))
-    with named_errors(f"--adapter {args.adapter}"):
+    folder = Path(os.path.expanduser(adapter))
+    with named_errors(f"--adapter {adapter}"):
         require_unchanged(folder)
         with named_errors("cannot read the checkpoint"):
             base = json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
@@ -244,5 +244,5 @@ def read_adapter(hf: nn.Module, args: LoRAArgs) -> dict[str, Tensor]:
             name = min(wrong)
             needed = f"--model with these --lora_targets needs {needs.get(name, 'none')}"
             raise ValueError(f"{name} is {has.get(name, 'missing')}, {needed}")
-    distributed.say(f"--adapter {args.adapter}: made for {base}")
+    distributed.say(f"--adapter {adapter}: made for {base}")
     return stored

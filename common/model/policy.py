@@ -5,7 +5,7 @@ Shapes: T packed tokens, t computed ones (fewer if prefixes are shared), D hidde
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from common.model.packing_check import check_packing, require_context_ranks
 from common.packs.packing import PackedBatch
 from common.parallel import distributed
 
-Output = tuple[Tensor, ...] | Tensor  # statistics of each token
+Output = TypeVar("Output", bound=tuple[Tensor | None, ...] | Tensor)  # statistics of each token
 
 
 class PackedModel(nn.Module):
@@ -40,6 +40,7 @@ class PackedModel(nn.Module):
     # The trace (extras/trace) sets it, to see the outputs of training and their gradients' scale.
     watch: Callable[[PackedBatch, Output, float], None] | None = None
     forward_methods: tuple[str, ...] = ()  # for these, too, FSDP gathers the root
+    loss_scale: Tensor | None  # float16 sets it (common/train/optim.py)
     is_averaged = True  # whether the last gradient was averaged over the copies of the model
     distils = False  # whether the loss compares every token with a teacher's distribution
 
@@ -49,7 +50,7 @@ class PackedModel(nn.Module):
         self.images = None  # `--vision` sets it (extras/images/tower.py)
         self.path = path
         self.matrix_weights = matrix_weights(hf)
-        self.register_buffer("loss_scale", None)  # float16 sets it (common/train/optim.py)
+        self.register_buffer("loss_scale", None)
         self.flops = 0.0
         # `shard` sets these three.
         self.device: torch.device
@@ -196,7 +197,7 @@ def build_on_meta(
 
     add_adapters(hf, args)
     # The adapter belongs to --model; a value model beside it starts with a new one.
-    adapter = read_adapter(hf, args) if args.adapter and flag == "--model" else {}
+    adapter = read_adapter(hf, args.adapter) if args.adapter and flag == "--model" else {}
     if args.quantize is None:
         return model, Source(rules, adapter=adapter)
     with extra("quantized", f"--quantize {args.quantize}"):
@@ -307,7 +308,7 @@ def shard(
     model.device = device
     model.compute_dtype = compute_dtype(args, device)
     model.compiled = device.type == "cuda" if args.compile is None else args.compile
-    options = dict(
+    options: dict = dict(
         mesh=distributed.shard_mesh(device, args.shard_ranks),
         mp_policy=fsdp.MixedPrecisionPolicy(model.compute_dtype, reduce_dtype=torch.float32),
     )

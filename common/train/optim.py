@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw as adamw_update
 
 from common.config.groups import OptimArgs
+from common.model.policy import PackedModel
 from common.parallel import distributed
 
 BETA1 = 0.9  # decay rate of the first moment
@@ -37,7 +38,7 @@ def adamw(model: nn.Module, args: OptimArgs) -> torch.optim.AdamW:
     optimizer = kind(groups, lr=args.lr, betas=(BETA1, args.adam_beta2), fused=True)
     # Allocate the moments now: an engine on the same GPU will take all memory that is free.
     for parameter in parameters:
-        home = dict(device=parameter.device)
+        home: dict = dict(device=parameter.device)
         if on_host:
             home = dict(device="cpu", pin_memory=parameter.is_cuda)
         moments = {name: torch.zeros_like(parameter, **home) for name in ("exp_avg", "exp_avg_sq")}
@@ -85,7 +86,7 @@ def learning_rate(step: int, total_steps: int, args: OptimArgs) -> float:
 
 
 def optimizer_step(
-    model: nn.Module, optimizer: Optimizer, lr: float, max_grad_norm: float, loss: Tensor
+    model: PackedModel, optimizer: Optimizer, lr: float, max_grad_norm: float, loss: Tensor
 ) -> float:
     """Clip the gradients, update the weights and clear the gradients. Return the gradient norm over
     all ranks before clipping. Collective.

@@ -162,7 +162,7 @@ def stated_letters(completion: str, options: list[str], labels: Sequence[str] = 
     last_line = text.rpartition("\n")[2]
     letters = re.findall(r"\(([A-Z])\)", last_line)
     for match in STATEMENT.finditer(text):
-        letters = re.findall(rf"(?<!{LETTER})[A-Z](?!{LETTER})", match[match.lastindex])
+        letters = re.findall(rf"(?<!{LETTER})[A-Z](?!{LETTER})", match[match.lastindex or 0])
     return set(letters)
 
 

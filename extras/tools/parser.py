@@ -46,7 +46,7 @@ FORMATS = (
 
 
 # The start of a run writes and reads this call, with arguments of two types.
-TRIED = CALL | dict(function=CALL["function"] | dict(arguments=dict(x=1, s="a b")))
+TRIED: dict = CALL | dict(function=CALL["function"] | dict(arguments=dict(x=1, s="a b")))
 
 SECONDS = 5.0  # limit for reading a turn: some of vLLM's patterns take quadratic time and worse
 

@@ -21,7 +21,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.config.groups import flags_of
 from common.metrics.meter import Meter
@@ -101,7 +101,7 @@ def recorded(run: Run, parts: Path) -> Iterator[None]:
         (parts / "step.json").write_text(json.dumps(about, default=str))
 
 
-def gradient_of(model: nn.Module) -> dict[str, float]:
+def gradient_of(model: PackedModel) -> dict[str, float]:
     """Return the norm and the sum of each parameter's gradient. Collective."""
     scale = 1.0 if model.loss_scale is None else model.loss_scale[0].item()  # of --dtype float16
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -274,8 +274,9 @@ def of_tokens(
     for mb, completions in mbs:
         inputs = mb.logprobs_T.requires_grad_(), mb.entropy_T.requires_grad_()
         is_engine = vars(args).get("old_logprobs") == "engine"
+        old_logprobs_T = mb.rollout_logprobs_T if is_engine else mb.old_logprobs_T
         given = dict(mask_T=mb.loss_mask_T, num_tokens=num_tokens, num_sequences=num_sequences)
-        given["old_logprobs_T"] = mb.rollout_logprobs_T if is_engine else mb.old_logprobs_T
+        given |= dict(old_logprobs_T=old_logprobs_T)
         given = {x: given[x] if x in given else getattr(mb, x) for x in names if x != "args"}
         share_T, logged = script.loss(**given, args=args)
         gradients = torch.autograd.grad(share_T.sum(), inputs, materialize_grads=True)

@@ -30,8 +30,8 @@ from common.packs.sample import Completion, Group, Sample
 from common.parallel import distributed
 from extras.trace.file import SCHEMA, write
 
-GROUPS = 4  # groups of a step that are traced
-DIGITS = 7  # significant digits of a number
+GROUPS: int = 4  # groups of a step that are traced
+DIGITS: int = 7  # significant digits of a number
 
 # Streams of a micro-batch that are the same in all updates of a step.
 FIXED = (
