@@ -139,7 +139,7 @@ def measure(args: Args, lines: list[Line]) -> dict:
         pass_at_k={},
         majority_at_k={},
     )
-    right = [[c.solves for c in group] for group in sampled]
+    right = [[bool(c.solves) for c in group] for group in sampled]
     rng = np.random.default_rng(distributed.fold_seed(args.seed))
     votes = [
         majority_at_k(
@@ -317,7 +317,7 @@ def all_results(args: Args, task: Task, model: str, outputs: list[list[Line]]) -
     if len(domains) == 1:
         domains = {}
     overall = measure(args, outputs[0])
-    results = dict(
+    results: dict = dict(
         model=model, dataset=" ".join(args.dataset), too_long=task.prompts.dropped,
         overall=overall, domains=domains,
     )  # fmt: skip

@@ -194,7 +194,7 @@ def draw(groups: list[list[Run]], labels: list[str], names: list[str], picture: 
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("step", fontsize=9)
         axis.grid(alpha=0.3)
-    legend = dict(loc="outside lower center", fontsize=8, title=CAPTION, title_fontsize=8)
+    legend: dict = dict(loc="outside lower center", fontsize=8, title=CAPTION, title_fontsize=8)
     figure.legend(*axes.flat[0].get_legend_handles_labels(), **legend)
     figure.savefig(picture, dpi=110)
     plt.close(figure)

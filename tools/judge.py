@@ -61,7 +61,7 @@ def criteria_of(row: dict) -> list[tuple[str, float]]:
 
 async def score(question: str) -> float:
     """Return the score in a reply to a question, from 0 to 1. Raises `ValueError` without one."""
-    messages = [dict(role="user", content=question)]
+    messages: list = [dict(role="user", content=question)]
     async with IN_FLIGHT:
         reply = await client().chat.completions.create(
             model=os.environ["JUDGE_MODEL"], messages=messages, temperature=0, max_tokens=1024

@@ -260,7 +260,7 @@ def groups_of(args_class: type[BaseArgs], words: Sequence[str]) -> dict[type, di
     words = [word.lower().replace("-", "_") for word in words]
     for name, (owner, text) in texts(args_class).items():
         needs = [need.text(types) for need in needs_of(args_class, name)]
-        text = "; ".join(filter(None, [text, *needs]))
+        text = "; ".join(sentence for sentence in [text, *needs] if sentence)
         if all(word in f"{name} {text}".lower().replace("-", "_") for word in words):
             default = shown(getattr(args_class, name, None))
             hint = "" if "; default: " in text else f"(default: {default or 'none'})"

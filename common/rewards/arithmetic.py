@@ -34,6 +34,6 @@ def arithmetic(expression: str) -> tuple[Fraction | None, list[int]]:
 
 
 def evaluate(node: ast.AST) -> Fraction:
-    if isinstance(node, ast.Constant):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return Fraction(node.value)
     return OPERATORS[type(node.op)](evaluate(node.left), evaluate(node.right))

@@ -276,7 +276,7 @@ class Marker:
             line = getattr(
                 error,
                 "lineno",
-                max((f.lineno for f in frames if f.filename == job.file), default=None),
+                max((f.lineno or 0 for f in frames if f.filename == job.file), default=None),
             )
             where = f"line {line}: " if line else ""
             return dict(status="error", text=f"{where}{type(error).__name__}: {error}", test="")

@@ -14,10 +14,10 @@ import ast
 import json
 import marshal
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-CONFIG = dict(strict=True, extra="forbid")
+CONFIG = ConfigDict(strict=True, extra="forbid")
 
 
 @dataclass(frozen=True, config=CONFIG)
@@ -137,7 +137,7 @@ def parse_apps(data: dict, row: dict) -> list[Test]:
     require_name(apps.fn_name)
     # APPS wraps each result in a list. Where all look wrapped, they may also be lists themselves.
     are_wrapped = all(isinstance(output, list) and len(output) == 1 for output in apps.outputs)
-    tests = []
+    tests: list[Test] = []
     for args, output in pairs:
         results = [output, *output] if are_wrapped else [output]
         test = CallTest(function=apps.fn_name, args=args, results=results, is_leetcode=True)

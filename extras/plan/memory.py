@@ -98,12 +98,12 @@ def training_peak(model: nn.Module, ranks: int, pack_tokens: int, kept: int) -> 
     logits = 4 * min(pack_tokens, chunk) * config.vocab_size if num_head else 0
     copies = 6 if model.distils else 2 if chunk < pack_tokens else 1.5
     of_head = max(2 * logits, 4 * head_trained + copies * logits)
-    at_head = {
+    at_head: dict = {
         "gathered weights": root + block,
         "activations": (saved + last + of_tower) * pack_tokens,
         "logits and head": of_head + size * num_head * model.distils,
     }
-    at_block = {
+    at_block: dict = {
         "gathered weights": root + 2 * block,
         "unpacked matrix": UNPACKING * max(map(num_packed, model.modules())),
         "activations": (max(saved, again) + last + of_tower) * pack_tokens,
@@ -111,7 +111,7 @@ def training_peak(model: nn.Module, ranks: int, pack_tokens: int, kept: int) -> 
     }
     # Gradients go from the compute dtype to float32, and from there to shards.
     reduced = max(size + 4, 4 + 4 / ranks) * root_trained
-    at_root = {"gradients in reduction": reduced + 4 * block_trained}
+    at_root: dict = {"gradients in reduction": reduced + 4 * block_trained}
     return max(at_head, at_block, at_root, key=total)
 
 

@@ -131,7 +131,7 @@ class Functions:
 VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
 GENERATORS = (range, map, filter, zip, enumerate, reversed, types.GeneratorType, deque)
 ITERATORS = (*GENERATORS, *VIEWS)  # passed as iterators
-CONTAINERS = dict(set=set, frozenset=frozenset, tuple=tuple, dict=dict, iterator=iter)
+CONTAINERS: dict = dict(set=set, frozenset=frozenset, tuple=tuple, dict=dict, iterator=iter)
 ITEMS = 100_000  # longest iterator that can be passed
 
 
