@@ -56,10 +56,10 @@ def traced_pair() -> list[str]:
         lines.append(f"z {z:.4f}, loss {loss_N.item():.4f}")
         return loss_N, terms
 
-    def traced_optimizer_step(*given):
+    def traced_optimizer_step(*given, **named):
         for text, logps_N in zip(SIDES, kept, strict=True):
             show("d L / d log pi", text, [logps_N.grad.item()])
-        return optimizer_step(*given)
+        return optimizer_step(*given, **named)
 
     dpo.make_pairs, dpo.loss = traced_make_pairs, traced_loss
     dpo.optimizer_step = traced_optimizer_step

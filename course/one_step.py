@@ -43,20 +43,20 @@ def traced_step() -> list[str]:
             ]
             lines.append(f"{name:<15} {text}{''.join(f'{cell:>8}' for cell in cells)}")
 
-    def traced_pack(groups, *rest):
+    def traced_pack(groups, *rest, **named):
         for group in groups:
             length = group[0].prompt_length
             lines.append(f"prompt {group[0].row['prompt']} ids {group[0].ids[:length]}")
             lines.extend(f"    completion {c.text} ids {c.ids[length:]}" for c in group)
-        minibatches = pack(groups, *rest)
+        minibatches = pack(groups, *rest, **named)
         ((mb,),) = minibatches
         tensors.update(loss_mask_T=mb.loss_mask_T, sequence_ids_T=mb.sequence_ids_T)
         show("targets_T", mb.targets_T)
         show("loss_mask_T", mb.loss_mask_T.int())
         return minibatches
 
-    def traced_loss(logprobs_T, old_logprobs_T, *rest):
-        share_T, logged = loss(logprobs_T, old_logprobs_T, *rest)
+    def traced_loss(logprobs_T, old_logprobs_T, *rest, **named):
+        share_T, logged = loss(logprobs_T, old_logprobs_T, *rest, **named)
         logprobs_T.retain_grad()
         if "logprobs_T" not in tensors:
             lines.append("update 1")
@@ -69,12 +69,12 @@ def traced_step() -> list[str]:
         show("share_T", share_T)
         return share_T, logged
 
-    def traced_optimizer_step(policy, optimizer, lr, *rest):
+    def traced_optimizer_step(policy, optimizer, lr, *rest, **named):
         show("d L / d logprob", tensors["logprobs_T"].grad)
         name, index = WEIGHT
         weight = dict(policy.named_parameters())[name]
         before, gradient = (x.full_tensor()[index].item() for x in (weight, weight.grad))
-        norm = optimizer_step(policy, optimizer, lr, *rest)
+        norm = optimizer_step(policy, optimizer, lr, *rest, **named)
         after = weight.full_tensor()[index].item()
         lines.append(f"grad_norm {norm:.3f}")
         lines.append(f"a weight: gradient {gradient:.4f}, value {before:.4f} -> {after:.4f}")

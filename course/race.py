@@ -79,14 +79,15 @@ def result(script: Path, name: str, config: Path, steps: int, seed: int) -> floa
     """Return `eval/solved` of one seed, after its run if it is not there. Raises `ValueError` if
     the run fails."""
     folder, log = script.parent / f"seed_{seed}", script.parent / f"seed_{seed}.log"
-    if solved(folder, steps) is None:
+    value = solved(folder, steps)
+    if value is None:
         flags = ("--config", config, "--max_steps", steps, "--eval_every", steps)
         done = launch(script, *flags, "--seed", seed, "--output_dir", folder)
         log.write_text(done.stdout + done.stderr, encoding="utf-8")
-        if done.returncode or solved(folder, steps) is None:
+        value = solved(folder, steps)
+        if done.returncode or value is None:
             why = (done.stderr.strip() or "no eval/solved after the last step").splitlines()[-1]
             raise ValueError(f"{name}: the run of seed {seed} failed: {why}; {log} has all")
-    value = solved(folder, steps)
     print(visible(f"{name}, seed {seed}: eval/solved {value:.4g}"), flush=True)
     return value
 

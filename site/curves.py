@@ -70,7 +70,8 @@ CLIP = (
     dict(clip_high=[0.05, 0.1, 0.2, 0.28, 0.4, 0.6, 1.0]),
     dict(clip_low=[0.05, 0.1, 0.2, 0.3, 0.5]),
 )
-SIGNED: dict[str, tuple[Settings, Settings]] = dict.fromkeys(grpo.LOSSES, ({}, {})) | {
+NO_FLAGS: tuple[Settings, Settings] = ({}, {})
+SIGNED = dict.fromkeys(grpo.LOSSES, NO_FLAGS) | {
     # flags that are read for A = 1 and for A = -1
     "clip": CLIP,
     "gspo": CLIP,

@@ -340,6 +340,7 @@ def functions_with_flags() -> Iterator[tuple[str, str, ast.AST, type]]:
                 if (kind or "").split(" | ")[0].endswith("Args"):
                     group = vars(importlib.import_module(dotted(path))).get(kind.split(" | ")[0])
                     if group is not None:  # else its import is for a type checker alone
+                        group = getattr(group, "__bound__", group)  # of a type variable
                         yield f"{dotted(path)}.{function.name}", argument.arg, function, group
 
 

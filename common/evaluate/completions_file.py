@@ -186,8 +186,8 @@ def _null(x: Tensor) -> float | None:
 def _of_all_ranks(values: list) -> list:
     """Return the values of all prompts in their order. `values` are those of this rank's share,
     which has every `world_size`-th prompt. Collective."""
-    values = chain(*zip_longest(*distributed.gather_objects(values)))
-    return [value for value in values if value is not None]
+    in_order = chain(*zip_longest(*distributed.gather_objects(values)))
+    return [value for value in in_order if value is not None]
 
 
 # ---- stored completions ----

@@ -157,7 +157,7 @@ class RunLogger:
 
 def _line(step: int, sample: Completion, reward: float, advantage: float) -> dict:
     """Return the line of a completion in samples.jsonl."""
-    line = dict(
+    line: dict = dict(
         step=step,
         prompt=asked(sample.row),
         completion=sample.transcript or sample.text,

@@ -8,7 +8,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common import durable
 from common.config.flags import ADAPTER_CONFIG, Limit
@@ -26,6 +26,7 @@ BESIDE_WEIGHTS = ["*.json", "*.jinja", "*.txt", "*.model"]  # config and tokeniz
 GENERATION_CONFIG = "generation_config.json"
 STATE = "state.json"  # a checkpoint of a run has this file
 MOST_CHARACTERS = 100  # a tokenizer may make so many of one character; more could fill the memory
+Args = TypeVar("Args", bound=TrainArgs)
 
 
 def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> str:
@@ -225,7 +226,7 @@ def longest_sequence(path: str, args: ModelArgs, sequences: int = 1) -> Limit:
     return min(model_limit(path), Limit(tokens // sequences + 1, flag))
 
 
-def fit_max_length(args: TrainArgs, path: str, earlier: dict[str, Any]) -> TrainArgs:
+def fit_max_length(args: Args, path: str, earlier: dict[str, Any]) -> Args:
     """Return the flags, with `--max_length` of `LengthArgs` filled in. If it is not given, a
     resumed run keeps the one in its `earlier` flags. A new run takes 2048, or less if the model's
     context is shorter or the sequences of a row would not fit in a pack."""

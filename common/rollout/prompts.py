@@ -122,11 +122,11 @@ def say_not_named(
 ) -> None:  # fmt: skip
     """Print the columns that nothing reads, unless the user's code may read them."""
     named, is_all = columns_of_rewards(args, rows)
-    template: set[str] = set()  # columns that the prompt template reads
+    template: set[str | None] = set()  # columns that the prompt template reads
     if args.prompt_template:
         from common.text.filler import columns_of
 
-        template = columns_of("--prompt_template", args.prompt_template)
+        template |= columns_of("--prompt_template", args.prompt_template)
         if shot_args.shots:
             shot = columns_of("--shot_template", shot_args.shot_template)
             template |= {shot_args.shots_by} | shot

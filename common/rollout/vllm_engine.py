@@ -241,6 +241,7 @@ class VLLMEngine(Engine):
         engine.set_weight_version(str(self.version))
         engine.output_processor.tokenizer = self.tokenizer  # vLLM needs it to find stop strings
         if size > 1:
+            # pyrefly: ignore[bad-assignment]  # an int only on a rank that is in no group
             self.group, _ = dist.new_subgroups(size, backend="gloo", timeout=distributed.DAY)
             self.group_rank = dist.get_rank() % size
         if self.language_model is not None and not self.trained:  # vLLM has read no weights
@@ -262,7 +263,7 @@ class VLLMEngine(Engine):
     def _options(self, has_delta_nets: bool) -> dict:
         max_model_len = longest_sequence(self.path, self.args).tokens
         on_cpu = self.device.type == "cpu"
-        options = dict(
+        options: dict = dict(
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=self.args.tensor_parallel_size,
             skip_tokenizer_init=True,

@@ -4,6 +4,7 @@ TRL, the columns of a row say how it is used."""
 import re
 from array import array
 from dataclasses import replace
+from typing import Any
 
 from common.config.extra import extra
 from common.config.groups import NO_IMAGES, DataArgs, ImageArgs
@@ -298,7 +299,7 @@ class Encoder:
 
     def _special_text(
         self, row: dict, value: object, has_end: bool = False, has_bos: bool = False
-    ) -> object:
+    ) -> Any:
         """Apply `--special_text` to a text of the data, or to the texts in a value: print a note
         about the first special token, or hide all of them, so that they are tokenised as plain
         text. BOS at the start (`has_bos`) and an end token at the end (`has_end`) stay tokens."""
