@@ -83,8 +83,8 @@ def loss(pairs: Pairs, args: "Args") -> tuple[Tensor, dict[str, Tensor]]:
         else:
             terms[name] = preference.preference_loss(name, pairs, **args.loss_settings)
     weights = args.loss_weights or [1.0] * len(terms)
-    total_N = sum(weight * term for weight, term in zip(weights, terms.values(), strict=True))
-    return total_N, terms
+    weighted = [weight * term for weight, term in zip(weights, terms.values(), strict=True)]
+    return sum(weighted, torch.zeros(())), terms
 
 
 @dataclass

@@ -83,7 +83,8 @@ def loss(pairs: Pairs, args: "Args") -> Tensor:
         else:
             losses.append(preference.preference_loss(name, pairs, **args.loss_settings))
     weights = args.loss_weights or [1.0] * len(losses)
-    loss_N = sum(weight * each_N for weight, each_N in zip(weights, losses, strict=True))
+    weighted = [weight * each_N for weight, each_N in zip(weights, losses, strict=True)]
+    loss_N = sum(weighted, torch.zeros(()))
     if args.sft_weight:
         loss_N = loss_N - args.sft_weight * pairs.mean_pc
     return loss_N

@@ -336,10 +336,11 @@ def sources_of(datasets: Sequence[str]) -> dict[str, tuple[list[str], float]]:
     and the weight. A dataset with a weight is a source of its own. Datasets without weights form
     one source, with an empty name."""
     weights = weights_of(datasets)
-    if len(weights) == 1 or None in weights.values():
+    given = {dataset: weight for dataset, weight in weights.items() if weight is not None}
+    if len(weights) == 1 or len(given) < len(weights):
         return {"": (list(weights), 1.0)}
     names = datasets_by_name(dict.fromkeys(weights))
-    return {name: ([dataset], weights[dataset]) for name, dataset in names.items()}
+    return {name: ([dataset], given[dataset]) for name, dataset in names.items()}
 
 
 def datasets_by_name(datasets: dict[str, str | None]) -> dict[str, str]:

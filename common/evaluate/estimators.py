@@ -97,11 +97,11 @@ def mean_and_interval(
 
 def wins(
     scores: list[list[float]], scores_against: list[list[float]]
-) -> tuple[list[float], list[float]]:
+) -> tuple[list[float], list[int]]:
     """Compare completion i of each prompt with completion i of the other model. Return, per prompt,
     the number of wins and the number of compared pairs. A tie is half a win. A pair with a missing
     score (None) is left out."""
-    points = []
+    points: list[float] = []
     counts = []
     for group, group_against in zip(scores, scores_against, strict=True):
         pairs = [pair for pair in zip(group, group_against, strict=True) if None not in pair]

@@ -180,7 +180,7 @@ def _value(kind: str, total: float, weight: float = 1.0, squares: float = 0.0) -
     return mean
 
 
-def _now() -> float | torch.cuda.Event:
+def _now() -> float | torch.Event:
     if not torch.cuda.is_available():
         return time.perf_counter()
     return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))

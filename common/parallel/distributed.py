@@ -158,7 +158,7 @@ def shard_mesh(device: torch.device, shard_ranks: int | None) -> DeviceMesh:
     return mesh
 
 
-def link(name: str, ranks: list[int], device: torch.device) -> dist.ProcessGroup:
+def link(name: str, ranks: list[int], device: torch.device) -> Any:
     """Return a process group of these `ranks` of the launch, in any roles, for tensors on `device`.
     It has only `send`, `recv` and `broadcast`, and no timeout. Collective over `ranks`."""
     store, rank, timeout = dist.PrefixStore(name, _store), ranks.index(_launch_rank), 100 * DAY

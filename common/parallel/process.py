@@ -202,7 +202,7 @@ def fail_in_thread(error: BaseException) -> None:
     sys.excepthook(type(error), error, error.__traceback__)
 
 
-def report_and_exit(store, rank: int, kind: type, error: BaseException, trace: object) -> NoReturn:
+def report_and_exit(store, rank: int, kind: type, error: BaseException, trace: object) -> None:
     """Handle an uncaught exception. `setup` makes this the `sys.excepthook` of every rank; in the
     `store` of the launch the ranks agree which of them failed first and prints.
 

@@ -9,6 +9,7 @@ import re
 import unicodedata
 from decimal import Decimal
 from fractions import Fraction
+from typing import Any
 
 # ---- announced, in a box, or the last number ----
 
@@ -142,7 +143,7 @@ def as_text(value: object) -> str:
     return f"{shortest + 0:f}"  # -0.0 is 0
 
 
-def from_json(value: object) -> object:
+def from_json(value: object) -> Any:
     """Return the list or object that a table holds as JSON text; any other value as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:

@@ -14,7 +14,7 @@ def columns_of(flag: str, template: str) -> set[str]:
         fields = [field for _, field, _, _ in string.Formatter().parse(template)]
     except ValueError as error:
         raise ValueError(f"{flag}: {error}") from error
-    return {re.split(r"[.\[]", field)[0] if field else field for field in fields} - {None}
+    return {re.split(r"[.\[]", field)[0] for field in fields if field is not None}
 
 
 def template_filler(flag: str, template: str) -> Callable[[dict], str]:

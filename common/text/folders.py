@@ -124,7 +124,7 @@ def _metadata(folder: Path) -> DatasetCardData:
     data = DatasetCard.load(readme).data if readme.is_file() else DatasetCardData()
     if further.is_file():
         data = DatasetCardData(**data.to_dict() | yaml.safe_load(further.read_text("utf-8")))
-    return data
+    return data  # pyrefly: ignore[bad-return]  # `load` declares the base class of cards
 
 
 def _configuration(data: DatasetCardData, config: str | None) -> Card:

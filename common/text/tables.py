@@ -28,7 +28,7 @@ def hub_tables(
     """Open a split of a hub dataset: for each table the place of its rows, the table, and further
     columns; nothing without the split. Images are bytes. The configuration `*` means all of them; a
     column `config` has their names."""
-    found = []
+    found: list[tuple[str, Iterable, dict]] = []
     with _hub(label):
         for name in _configs(dataset, config):
             table = _table(dataset, name, split, streaming)

@@ -84,24 +84,24 @@ def fork(connection: socket.socket, target: str, argument: str) -> int:
     server = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # SIGTERM must not raise in a fork
     pid = os.fork()
-    if pid:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        return pid
-    try:
-        # A new session is also a process group, which can be killed as a whole, and Linux divides a
-        # busy CPU among sessions.
-        os.setsid()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        end_with(server, signal.SIGKILL)
-        if "numpy.random" in sys.modules:  # reseeded, as Python does with its own generator
-            sys.modules["numpy.random"].seed()
-        with suppress(OSError):  # the parent, or the user's code, has closed the connection
-            work(connection, target, argument)
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        os._exit(0)
+    if not pid:
+        try:
+            # A new session is also a process group, which can be killed as a whole, and Linux
+            # divides a busy CPU among sessions.
+            os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            end_with(server, signal.SIGKILL)
+            if "numpy.random" in sys.modules:  # reseeded, as Python does with its own generator
+                sys.modules["numpy.random"].seed()
+            with suppress(OSError):  # the parent, or the user's code, has closed the connection
+                work(connection, target, argument)
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            os._exit(0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    return pid
 
 
 def work(connection: socket.socket, target: str, argument: str) -> None:

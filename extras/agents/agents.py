@@ -194,6 +194,8 @@ class Agents:
     ) -> tuple[Completion, Branch | None]:
         """Return the ids before a turn, as a completion, and the branch that it continues."""
         for branch in agent.branches:
+            if branch.completion is None:  # its first turn is not sampled yet
+                continue
             if branch.tools == tools and continues(branch.history, messages):
                 completion = copy.deepcopy(branch.completion)
                 calls = branch.history[-1].get("tool_calls")

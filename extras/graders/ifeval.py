@@ -70,7 +70,7 @@ def instructions_of(row: dict) -> list[tuple[Callable, dict]]:
         arguments = list(map(arguments_for, ids, all_kwargs))
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
-    return list(zip(map(INSTRUCTIONS.get, ids), arguments, strict=True))
+    return [(INSTRUCTIONS[name], given) for name, given in zip(ids, arguments, strict=True)]
 
 
 def arguments_for(instruction: object, kwargs: object) -> dict:

@@ -15,7 +15,7 @@ from torch import Tensor
 from common.packs.sample import Completion
 from extras.images.reader import reader
 
-OPTIONS = dict(
+OPTIONS: dict[str, object] = dict(
     skip_tokenizer_init=False,  # vLLM's processors need a tokenizer
     mm_device_do_normalize=False,  # pixels are normalised already
     skip_mm_profiling=True,

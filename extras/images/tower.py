@@ -73,7 +73,7 @@ class Images:
         inputs["input_ids"] = None
         return inputs | dict(inputs_embeds=embeds_TD[None])
 
-    def _touch(self) -> Tensor:
+    def _touch(self) -> Tensor | int:
         """Return a number that depends on every trained weight of the tower."""
         weights = (p for tower in towers_of(self.hf) for p in tower.parameters())
         return sum(p.flatten()[0] for p in weights if p.requires_grad)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain, count, islice
 from pathlib import Path
+from typing import Any
 
 from common.config.groups import TrainArgs
 from common.packs.sample import Sample, with_shared_ids
@@ -26,7 +27,6 @@ from common.text.encode import Encoder
 from common.text.files import TASKS, BadRows, open_split
 from common.text.load import (
     EncodeRow,
-    Samples,
     encode,
     encode_all,
     reasons,
@@ -42,7 +42,7 @@ LEAST_BLOCKS = 3  # but at least so many of each file
 
 def load_stream(
     encode_row: EncodeRow, choices: Sequence[Columns], encoder: Encoder, args, apart: bool
-) -> list[tuple["StreamedSamples | Samples", Counter]]:
+) -> list[tuple[Any, Counter]]:
     """Return a stream of training samples and the held-out samples in memory, each with counts of
     dropped rows (those of the stream are empty), as `load_samples` does. Collective. Raises
     `ValueError` for bad data at the start of the stream."""
