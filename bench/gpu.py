@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -272,7 +273,7 @@ def engine(flags, device, dtype) -> list[dict]:
         0,
     )
 
-    def timed(name: str, call: Callable[[], object]) -> object:
+    def timed(name: str, call: Callable[[], Any]) -> Any:
         synchronize()
         start = time.perf_counter()
         result = call()

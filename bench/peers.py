@@ -52,6 +52,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -298,7 +299,7 @@ def run(script: str, side: str, folder: Path, flags) -> list[dict]:
     )
     lines = []
     with (folder / "errors.txt").open("w") as errors:
-        process = subprocess.Popen(
+        process: Any = subprocess.Popen(
             [sys.executable, *launcher, *command],
             env=environment,
             stdout=subprocess.PIPE,

@@ -38,7 +38,7 @@ class PackedModel(nn.Module):
     share_prefix = 0  # the value of `--share_prefix` for this model; 0 if it cannot share
     needs_whole_sequences = False
     # The trace (extras/trace) sets it, to see the outputs of training and their gradients' scale.
-    watch: Callable[[PackedBatch, Output, float], None] | None = None
+    watch: Callable[[PackedBatch, Any, float], None] | None = None
     forward_methods: tuple[str, ...] = ()  # for these, too, FSDP gathers the root
     loss_scale: Tensor | None  # float16 sets it (common/train/optim.py)
     is_averaged = True  # whether the last gradient was averaged over the copies of the model

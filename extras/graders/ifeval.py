@@ -56,7 +56,7 @@ def instructions_of(row: dict) -> list[tuple[Callable, dict]]:
     """Return the check of each instruction with its arguments. Raises `ValueError` naming the row
     if its lists are empty or of different lengths, an id is unknown, or an argument is missing or
     of the wrong type."""
-    source = row["_source"]
+    source = row.get("_source")
     ids = from_json(row["instruction_id_list"])
     all_kwargs = from_json(row["kwargs"])
     if not isinstance(ids, list) or not ids:

@@ -36,14 +36,14 @@ def countdown_numbers(row: dict) -> list[int] | None:
 
 def check_countdown(row: dict) -> None:
     """Raise `ValueError` unless the row has a list of whole numbers >= 0 and a whole `target`."""
-    numbers = countdown_numbers(row)
+    numbers, source = countdown_numbers(row), row.get("_source")
     is_list = isinstance(numbers, list) and numbers != []
     if not is_list or not all(type(number) is int and number >= 0 for number in numbers):
         expected = "expected integers >= 0"
-        raise ValueError(f"{row['_source']}: column nums or numbers: {expected}, got {numbers!r}")
+        raise ValueError(f"{source}: column nums or numbers: {expected}, got {numbers!r}")
     target = row["target"]
     if type(target) is not int:
-        raise ValueError(f"{row['_source']}: column target: expected an integer, got {target!r}")
+        raise ValueError(f"{source}: column target: expected an integer, got {target!r}")
 
 
 countdown.columns = ("target",)
