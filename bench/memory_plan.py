@@ -132,9 +132,11 @@ def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> floa
     os.environ |= dict(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), RANK="0")
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     chunk_size = logprobs.chunk_size
-    logprobs.product, logprobs.add_product_ = float32_product, lambda total, a, b: None
-    logprobs.chunk_size = lambda vocabulary, _: chunk_size(vocabulary, True)
-    lora.merge = lambda weight, a, b, scale: torch.addmm(weight, b, a, alpha=scale)
+    logprobs.product, logprobs.add_product_ = float32_product, lambda sum_VD, a, b: None
+    logprobs.chunk_size = lambda vocabulary, on_cuda: chunk_size(vocabulary, True)
+    lora.merge = lambda weight_OI, a_RI, b_OR, scale: torch.addmm(
+        weight_OI, b_OR, a_RI, alpha=scale
+    )
     worst = 0.0
     for name in names:
         config = (CONFIGS | SMALL)[name]
