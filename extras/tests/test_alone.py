@@ -1,4 +1,5 @@
-"""Any extra can be deleted: the others do not need it, and its flags answer in one line."""
+"""Any extra can be deleted: the others need it in three places only (`USES`), whose tests are then
+skipped, and its flags answer in one line."""
 
 import ast
 import sys

@@ -4,6 +4,7 @@ agent that plays an environment has the environment's episodes; bad agents cost 
 import asyncio
 import json
 import math
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -28,10 +29,11 @@ from common.rollout.measure import measure_groups
 from common.rollout.prompts import encode_prompts, prompt_columns
 from common.text.encode import Encoder
 from common.text.tokenizer import load_tokenizer
-from extras.agents.agents import load_agent
 from extras.agents.dialects import Refusal, of_messages, of_responses
 from extras.agents.endpoint import ignored_parameters, limit_of, messages_of
 
+pytest.importorskip("extras.tools")
+agents = import_module("extras.agents.agents")
 LIMIT = Limit(1200, "--pack_tokens 1199")
 
 CLIENT = """
@@ -490,7 +492,7 @@ def test_zero_is_a_parameter_and_false_is_none():
 def test_a_function_that_is_no_agent_is_refused(code, words, tmp_path):
     (tmp_path / "file.py").write_text(code)
     with pytest.raises(ValueError, match=f"--agent .*file.py:play: .*{words}"):
-        load_agent(f"{tmp_path / 'file.py'}:play")
+        agents.load_agent(f"{tmp_path / 'file.py'}:play")
 
 
 @with_one_engine

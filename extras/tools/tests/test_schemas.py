@@ -10,6 +10,7 @@ from extras.tools.tests.episodes import make_args, written
 
 
 def test_tools_are_public_functions_with_a_docstring_and_methods(tmp_path):
+    pytest.importorskip("extras.code")
     file = written(tmp_path)
     schemas = tool_schemas(make_args(tools=(str(file), f"{file}:Shelf", "python")))
     assert [name_of(schema) for schema in schemas] == ["add", "put", "python"]
@@ -19,6 +20,7 @@ def test_tools_are_public_functions_with_a_docstring_and_methods(tmp_path):
 
 def test_the_task_has_the_schema_of_the_tool():
     """So a prompt has the same ids in sft.py and in grpo.py."""
+    pytest.importorskip("extras.code")
     (schema,) = tool_schemas(make_args(tools=("python",)))
     schema["function"].pop("return")
     assert schema == PYTHON_TOOL
@@ -60,6 +62,8 @@ DOCUMENTED = 'def f(a):\n    """F.\n\n    Args:\n        a: one\n    """\n'
     ("", ["calculator"], "unknown; there are python, mcp:COMMAND, path/to/file.py"),
 ])  # fmt: skip
 def test_wrong_tools_are_refused(tmp_path, text, tools, words):
+    if "python" in tools:
+        pytest.importorskip("extras.code")
     (tmp_path / "my.py").write_text(text)
     args = make_args(tools=tuple(tool.format(tmp_path / "my.py") for tool in tools))
     with pytest.raises(ValueError, match=words) as caught:
