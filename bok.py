@@ -161,7 +161,7 @@ def main(args: Args) -> None:
         meter.mean("kept/reward", rewards_PG[kept_PG].sum(), kept_PG.sum())
         meter.mean("kept/fraction", kept_PG.sum(), kept_PG.numel())
 
-        # ---- 3. update: one optimizer step per minibatch; none if the loss is not finite ----
+        # ---- 3. update: one optimizer step per minibatch; a loss of nan or inf stops the run ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             updated = False

@@ -12,8 +12,8 @@ of the loop). There is no KL term:
     L       = mean_t [ -c_t min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i) ]   loss()
     rho_t   = pi(y_t) / pi_old(y_t)                         pi_old: the policy before the updates
 
-Differences from the paper (docs/dapo.md): truncated importance weights c_t = pi_old(y_t) /
-pi_engine(y_t) correct for the difference between engine and trainer, and a step trains on fewer
+Differences from the paper (docs/dapo.md): importance weights c_t = min(pi_old(y_t) /
+pi_engine(y_t), 2) correct for the difference between engine and trainer, and a step trains on fewer
 groups if 10 x prompts_per_step prompts do not give enough.
 
 Shapes: P prompts on this rank, B of all draws and ranks of a step, G completions per prompt, T
@@ -261,7 +261,7 @@ def main(args: Args) -> None:
         if checks_engine:
             require_agreement(minibatches, step, args, device)
 
-        # ---- 3. update: one optimizer step per minibatch; none if the loss is not finite ----
+        # ---- 3. update: one optimizer step per minibatch; a loss of nan or inf stops the run ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:

@@ -11,7 +11,7 @@ q:
               A_t = log(q(y_t) / pi_old(y_t)); rho_t = pi(y_t) / pi_old(y_t)                  loss()
 
 `--on_policy_fraction` below 1 takes the other completions of a step from the data; sft_weight is 0
-for the student's own. c_t = pi_old(y_t) / pi_engine(y_t), bounded. A row may have its own teacher.
+for the student's own. c_t = min(pi_old(y_t) / pi_engine(y_t), 2). A row may have its own teacher.
 Differences from the papers (docs/distill.md): the fraction is of each step's prompts, not a coin
 for each step; the sampling has no gradient (as in GKD); a reward is measured, not trained on.
 
@@ -365,7 +365,7 @@ def main(args: Args) -> None:
         if checks_engine:
             require_agreement([*chain(*sampled.values())], step, args, device)
 
-        # ---- 3. update: one optimizer step per minibatch; none if the loss is not finite ----
+        # ---- 3. update: one optimizer step per minibatch; a loss of nan or inf stops the run ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             for m in [*range(args.minibatches)] * args.epochs_per_rollout:

@@ -10,10 +10,10 @@ completion:
     r(y) = beta log(pi(y) / pi_ref(y))              pi(y): product over the tokens of the completion
     L    = mean_pairs [ -log sigma(r(y_c) - r(y_r)) ]                                         loss()
 
-sigma is the logistic function. The same in 114 lines: course/lessons/nano_dpo.py.
+sigma is the logistic function. Its core in 114 lines: course/lessons/nano_dpo.py.
 
-`--loss` adds up 14 other objectives: common/objectives/preference.py has their equations,
-docs/dpo.md a table. kto.py learns from single completions.
+`--loss` offers 14 other objectives, and adds up those that you name: their equations are in
+common/objectives/preference.py, a table in docs/dpo.md. kto.py learns from single completions.
 
 Differences from the papers: the log-probs of the reference are computed once, before training, so
 that training holds one model in memory; chosen and rejected share one packed stream.

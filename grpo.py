@@ -12,7 +12,7 @@ The policy samples G completions of every prompt. Each is compared with the othe
 `--loss` (common/objectives/policy.py), `--reduction` and `--advantage` (reduction.py, advantages.py
 beside it) select a variant, `--preset` that of a paper: GSPO, Dr. GRPO, ... Differences from the
 paper, without a preset: mean over all tokens and clip bounds of DAPO (arXiv:2503.14476); no KL
-term; weights c_t = pi_old / pi_engine. The same in 120 lines: course/lessons/nano_grpo.py.
+term; weights c_t = min(pi_old / pi_engine, 2). Its core in 120 lines: course/lessons/nano_grpo.py.
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, T packed tokens of a
 micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] is about targets_T[t]."""
@@ -256,7 +256,7 @@ def main(args: Args) -> None:
         if checks_engine:
             require_agreement(minibatches, step, args, device)
 
-        # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
+        # ---- 4. update: one optimizer step per minibatch; a loss of nan or inf stops the run ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             for n, minibatch in enumerate(minibatches * args.epochs_per_rollout):

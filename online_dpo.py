@@ -227,7 +227,7 @@ def main(args: Args) -> None:
         with meter.time("logprobs"):
             minibatches = with_logprobs(minibatches, args.temperature, ref=reference)
 
-        # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
+        # ---- 4. update: one optimizer step per minibatch; a loss of nan or inf stops the run ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             updated = False

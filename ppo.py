@@ -16,7 +16,7 @@ of future rewards:
 
 Differences from the papers: value and policy are separate models with an optimizer each, advantages
 are whitened over the rollout and not over a minibatch, and weights c_t = min(pi_old(y_t) /
-pi_engine(y_t), 2) correct for the engine. The same in 175 lines: course/lessons/nano_ppo.py.
+pi_engine(y_t), 2) correct for the engine. Its core in 175 lines: course/lessons/nano_ppo.py.
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, N completions and T packed
 tokens of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] is about

@@ -14,7 +14,7 @@ of the batch. At a token, the KL counts from this token on:
 Its variant with a baseline subtracts the mean of the group first and puts the KL into the loss.
 `--preset` has both and plain REINFORCE, -A log pi(y_t), as published.
 
-Difference from the papers: weights c_t = pi_old(y_t) / pi_engine(y_t) (docs/losses.md).
+Difference from the papers: weights c_t = min(pi_old(y_t) / pi_engine(y_t), 2) (docs/losses.md).
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, T packed tokens of a
 micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] is about targets_T[t]."""
@@ -280,7 +280,7 @@ def main(args: Args) -> None:
                 meter.masked_mean("kl", sampled_kl(mb, args), mb.loss_mask_T)
         minibatches = with_advantages(minibatches, scores_BG.to(device), args)
 
-        # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
+        # ---- 4. update: one optimizer step per minibatch; a loss of nan or inf stops the run ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:

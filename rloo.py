@@ -11,7 +11,7 @@ R is compared with the returns of the prompt's other completions:
     rho_i = pi(y_i) / pi_old(y_i)                         pi_old: the policy before the updates
 
 There is no value model. Differences from the paper (docs/rloo.md): the clip of PPO allows several
-updates per rollout, and truncated importance weights c_i = pi_old(y_i) / pi_engine(y_i) correct for
+updates per rollout, and importance weights c_i = min(pi_old(y_i) / pi_engine(y_i), 2) correct for
 the difference between engine and trainer.
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, N completions and T packed
@@ -172,7 +172,7 @@ def main(args: Args) -> None:
             returns_BG = returns_BG - args.beta * kl_BG
         advantages_BG = advantages(returns_BG).to(device)
 
-        # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
+        # ---- 4. update: one optimizer step per minibatch; a loss of nan or inf stops the run ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:

@@ -235,7 +235,7 @@ def main(args: Args) -> None:
         if run.checks_engine(step):  # all completions, also those without a hint
             require_rollout_agreement(policy, groups, step, args)
 
-        # ---- 3. update: one optimizer step per minibatch; none if the loss is not finite ----
+        # ---- 3. update: one optimizer step per minibatch; a loss of nan or inf stops the run ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             for n in range(args.updates_per_rollout):

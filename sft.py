@@ -8,7 +8,7 @@ the global batch, on any number of ranks and in any packing:
     L = -1/M sum_t log pi(y_t)                  loss(), --loss nll
     L = -1/M sum_t sg(pi(y_t)) log pi(y_t)      loss(), --loss dft (arXiv:2508.05629)
 
-sg(x) is x without gradient. See docs/sft.md. The same in 111 lines: course/lessons/nano_sft.py.
+sg(x) is x without gradient. See docs/sft.md. Its core in 111 lines: course/lessons/nano_sft.py.
 
 Shapes: T packed tokens of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t]
 describes the prediction of targets_T[t]."""
