@@ -14,14 +14,14 @@ class Order:
     """Infinite sequence of row numbers from one source, or from several with weights. Every rank
     has the same state.
 
-    The next row is from the source that is furthest behind its weight, so that every interval
-    follows the weights up to one or two rows. A source has a new permutation each pass, which does
-    not depend on the other sources."""
+    The next row is from the source that has had too few rows so far, by its weight. So any stretch
+    of rows follows the weights to within one or two rows. Each pass over a source is a new
+    permutation, which does not depend on the other sources."""
 
     def __init__(
         self, numbers: dict[str, Sequence[int]], seed: int, weights: dict[str, float] | None = None
     ):
-        """`numbers`: of the rows of each source. Raises `ValueError` for a source without rows."""
+        """`numbers`: row numbers of each source. Raises `ValueError` for a source without rows."""
         for name in numbers:
             if not numbers[name]:
                 raise ValueError(f"--dataset: no rows of {name} are left")

@@ -1,8 +1,8 @@
 """Samples -> packed micro-batches: several sequences in one stream of tokens, without padding.
 
 A rank reads or samples its part of a step. The sequences then travel to the ranks that train on
-them, so that all ranks have the same work (placement.py). A number that a sample got before, such
-as its advantage, is found by its index, which counts the samples of all ranks:
+them, so that all ranks have the same work (placement.py). Every sample has an index, counted
+over all ranks. Use it to look up what was computed before packing, such as advantages:
 `mb.select(advantages_BG)`. Move such numbers to the device once, before the micro-batches.
 
 Tokens are shifted here, and in tokens.py if prefixes are shared. In a `Sample`, streams are
@@ -42,14 +42,14 @@ from common.parallel.distributed import context_group_size
 class PackedBatch(ModelTokens):
     """Micro-batch of this rank. Streams that no sample has are None.
 
-    A rank without samples gets a padding token that is masked."""
+    A rank without samples gets one masked token of padding."""
 
-    is_last = True  # micro-batch of its minibatch: hybrid sharding then averages over copies
-    compact: CompactTokens | None = None  # what the model runs on, if it is not these tokens
+    is_last = True  # of its minibatch: hybrid sharding then averages over copies of the model
+    compact: CompactTokens | None = None  # what the model runs on, if not on these tokens
     shape_of_samples: tuple[int, ...] = ()  # [B, G], or flat if groups differ in size
     rollout_logprobs_T: Tensor | None = None  # float32, like all below
     versions_T: Tensor | None = None  # training steps of the weights that sampled a token
-    turn_rewards_T: Tensor | None = None  # of the environment, for earlier turns: set by ppo.py
+    turn_rewards_T: Tensor | None = None  # for turns before the last; ppo.py sets them
     # Streams that scripts add:
     old_logprobs_T: Tensor | None = None  # log-probs by the trainer before the updates
     ref_logprobs_T: Tensor | None = None
@@ -68,7 +68,7 @@ class PackedBatch(ModelTokens):
         self.datasets = datasets  # name of the data set of each sample
         device = loss_mask_T.device
         names = sorted({name for name in datasets if name is not None})
-        # Of each named data set: whether a sample is in it, bool.
+        # For each named data set, which samples are in it: bool.
         self.is_in_N = {x: tensor_of([np.array([y == x for y in datasets])], device) for x in names}
         numbers = np.repeat(np.arange(len(self.lengths)), self.lengths)
         self.sequence_ids_T = tensor_of([numbers], device)  # int64, 0..N-1
@@ -82,7 +82,7 @@ class PackedBatch(ModelTokens):
         return self.compact or self
 
     def expand(self, streams: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return streams of `model_tokens` on the tokens of this micro-batch, [T] each."""
+        """Turn streams of `model_tokens` into streams of this micro-batch, [T] each."""
         return streams if self.compact is None else self.compact.expand(streams)
 
     def sequence_sums(self, x_T: Tensor) -> Tensor:
@@ -98,8 +98,8 @@ class PackedBatch(ModelTokens):
         return self.sequence_sums(self.loss_mask_T) > 0
 
     def select(self, values: Tensor) -> Tensor:
-        """Return the numbers of this micro-batch's samples, [N], float64. `values` has one number
-        for each packed sample of all ranks, [B, G] for groups, else [B]; or raise `ValueError`."""
+        """Look up the numbers of this micro-batch's samples: [N], float64. `values` has one number
+        for each packed sample of all ranks: [B, G] for groups, else [B]; or raise `ValueError`."""
         shape = self.shape_of_samples
         is_table = len(shape) > 1 and shape[1] > 1
         if shape and (values.numel() != math.prod(shape) or is_table and values.shape != shape):
@@ -109,14 +109,14 @@ class PackedBatch(ModelTokens):
         return values.to(self.index_N.device, torch.float64).flatten()[self.index_N]
 
     def on_tokens(self, values: Tensor) -> Tensor:
-        """Return, on each token, the number of its sample: [T], float32; 0 on padding. `values` as
-        for `select`."""
+        """Look up the number of each token's sample: [T], float32; 0 on padding. `values`: as in
+        `select`."""
         # Padding belongs to sequence 0, which has no sample.
         padded = torch.nn.functional.pad(self.select(values), (0, 1))
         return padded[self.sequence_ids_T].float()
 
     def with_streams(self, **streams_T: Tensor) -> "PackedBatch":
-        """Return this micro-batch with further streams, [T] each; else raise `ValueError`."""
+        """Return a copy with further streams, which must be [T], or raise `ValueError`."""
         for name, x_T in streams_T.items():
             if x_T.shape[:1] != self.loss_mask_T.shape:
                 problem = f"{x_T.numel()} numbers for {len(self.loss_mask_T)} tokens"
@@ -142,12 +142,12 @@ Minibatches = list[list[PackedBatch]]  # each is a list of micro-batches
 
 def pack(samples: list[Sample], pack_tokens: int, device: torch.device) -> list[PackedBatch]:
     """Pack the samples of all ranks into micro-batches and return this rank's. A micro-batch has at
-    most `pack_tokens` targets, those of a context group as many for each of its ranks. `samples`
-    are this rank's part `[rank::ranks]` of a batch.
+    most `pack_tokens` targets; in a context group, that many for each of its ranks. `samples` are
+    this rank's part `[rank::ranks]` of a batch.
 
     Collective: every rank gets the same number of micro-batches, because forward and backward run
     FSDP collectives. A rank without samples in a micro-batch gets padding, whose loss is exactly
-    zero. Raises `ValueError` for a sample that does not fit, and for a stream without one number
+    zero. Raises `ValueError` for a sample that does not fit, and unless every stream has one number
     for each id of every sample."""
     return pack_groups([[sample] for sample in samples], pack_tokens, device)
 
@@ -170,9 +170,9 @@ def pack_minibatches(
 ) -> Minibatches:  # fmt: skip
     """Divide the groups of all ranks into minibatches of micro-batches, like `pack`.
 
-    `positions` says where each of this rank's groups stands among the groups of all ranks. In this
-    order they are cut into equal parts, one for each minibatch, and their samples are numbered (the
-    index), so that minibatches do not depend on the number of ranks. A group may be empty.
+    `positions`: where each of this rank's groups stands among the groups of all ranks. In that
+    order the groups are cut into minibatches of equal size, and their samples are numbered (the
+    index). So neither depends on the number of ranks. A group may be empty.
 
     Prefixes of at least `share_prefix` tokens that samples of a group have in common are computed
     once (docs/memory.md; 0: never). With `together` the samples of a group are neighbours in one
@@ -201,8 +201,8 @@ def pack_minibatches(
 
 
 def count_trained(minibatch: list[PackedBatch]) -> tuple[Tensor, Tensor]:
-    """Count the trained tokens of a *global* minibatch and the sequences with any: int64, at least
-    1. Collective."""
+    """Count the trained tokens of a *global* minibatch, and the sequences that have any: int64, at
+    least 1. Collective."""
     num_tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch))
     num_sequences = distributed.all_sum(sum(mb.is_trained_N.sum() for mb in minibatch))
     return num_tokens.clamp(min=1), num_sequences.clamp(min=1)
@@ -218,7 +218,7 @@ def per_sample(
     micro_batches: Iterable[PackedBatch], values: Iterable[Tensor], shape: tuple[int, ...]
 ) -> Tensor:
     """Gather one number for each sample of all ranks, by its index: the inverse of
-    `PackedBatch.select`. Branches of a completion add up. `values` has [N] for each micro-batch;
+    `PackedBatch.select`. Branches of a completion are summed. `values`: [N] for each micro-batch;
     `shape` is [B, G] for groups. Float64, on the host. Collective."""
     index = torch.cat([mb.index_N for mb in micro_batches]).cpu()
     numbers = torch.cat([*values]).detach().cpu().double()
@@ -294,7 +294,7 @@ def _pack(
 def _own_parts(
     sequences: list[TokenSequence], parts: dict[Key, GroupShape]
 ) -> dict[Key, list[TokenSequence]]:
-    """Return the sequences of this rank's parts. Groups were split in order, so each part has the
+    """Return the sequences of this rank's parts. Groups were split in order, so each part takes the
     next sequences."""
     own, start = {}, 0
     for key, part in parts.items():
@@ -307,7 +307,7 @@ def _own_parts(
 
 
 def _require_streams(sequences: Iterable[TokenSequence], streams: Iterable[str]) -> None:
-    """Raise `ValueError` for a sequence without one number for each id in a stream."""
+    """Raise `ValueError` unless every stream has one number for each id of every sequence."""
     for name, sequence in product(streams, sequences):
         count, length = len(sequence.streams.get(name, ())), len(sequence.ids)
         if count != length:
@@ -333,8 +333,8 @@ def _exchange(
 def join(
     parts: list[list[TokenSequence]], streams: dict[str, np.ndarray], device: torch.device
 ) -> PackedBatch:
-    """Return a micro-batch of this rank. The ranks of a context group compute the same `parts`, and
-    divide them for the loss."""
+    """Return a micro-batch of this rank. The ranks of a context group compute all `parts` together,
+    and each takes the loss of some of them."""
     context_ranks = context_group_size()
     own_parts = parts[distributed.rank() % context_ranks :: context_ranks]
     sequences = [sequence for part in parts for sequence in part]
@@ -367,8 +367,9 @@ def _shape(group: list[TokenSequence], share_prefix: int) -> GroupShape:
 
 
 def _common_prefix(before: TokenSequence, sequence: TokenSequence) -> int:
-    """Return how many targets a sequence shares with the one before it: as many as are equal, but
-    it keeps at least one target of its own, and no image that is different or cut is shared."""
+    """Return how many targets a sequence shares with the one before it: all that are equal from the
+    start, but the last target is its own, and the prefix ends before an image that is different or
+    would be cut."""
     length = min(len(before.ids), len(sequence.ids))
     differs = before.ids[:length] != sequence.ids[:length]
     if "support" in sequence.streams:
@@ -385,8 +386,8 @@ def _common_prefix(before: TokenSequence, sequence: TokenSequence) -> int:
 def _micro_batch(
     trained: list[TokenSequence], streams: dict[str, np.ndarray], device: torch.device
 ) -> PackedBatch:
-    """Join sequences. The model reads all ids of each but the last, and predicts all but the first.
-    Without any there is padding."""
+    """Join sequences to one stream. The model reads all ids of each but the last, and predicts all
+    but the first. Without sequences the stream is padding."""
     sequences = trained or [padding(1, streams)]
     lengths = [s.num_targets for s in sequences]
     ids_T = tensor_of([s.ids[:-1] for s in sequences], device)

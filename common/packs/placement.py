@@ -3,8 +3,8 @@
 FSDP makes every micro-batch wait for its slowest rank. Therefore all samples of a step are divided
 among the ranks by their cost. A context group (common/parallel/context.py) counts as one rank.
 
-A key (owner, i) names group i of the rank `owner`, or a part of a group. A micro-batch of all
-ranks has a bin of keys for each of them."""
+A key (owner, i) names item i of rank `owner`: a group, or a part of one. A micro-batch of all ranks
+has one bin of keys for each rank."""
 
 import bisect
 import heapq
@@ -19,7 +19,7 @@ MicroBatches = list[list[list[Key]]]  # the keys of each bin of each micro-batch
 # A sequence of n tokens costs n + ATTENTION n^2. ATTENTION is heads x head width x layers /
 # weights: 2e-5 in a model of 8B, 1e-4 in one of 0.6B.
 ATTENTION = 4e-5
-# Each sequence copies the keys of its shared prefix: less than 1/8 of a token's memory for each.
+# A sequence copies the keys of its shared prefix: each copy is less than 1/8 of a token's memory.
 KEY_COPY = 1 / 8
 
 
@@ -64,12 +64,12 @@ def place_groups(
     ranks: Sequence[list[GroupShape]], num_bins: int, max_tokens: int, together: bool
 ) -> tuple[dict[Key, GroupShape], MicroBatches]:
     """Assign the groups of all ranks to micro-batches of `num_bins` bins, one for each context
-    group. Return the groups with the micro-batches.
+    group. Return the groups, or their parts, by key, and the micro-batches.
 
-    Groups are split into parts, unless their sequences have to stay `together`. A part has at most
-    an equal part of all tokens: large parts compute few prefixes. The sizes in a bin add up to at
-    most `max_tokens`, and the bins of a micro-batch cost about the same. There are as few
-    micro-batches as best-fit decreasing needs."""
+    A group is split into parts unless its sequences have to stay `together`. Parts are large, since
+    each computes its prefix again, but none is above a bin's equal share of all tokens. A bin holds
+    at most `max_tokens`, and the bins of a micro-batch cost about the same. There are as few
+    micro-batches as best fit, with the largest first, needs."""
     if not together:
         total = sum(group.size for groups in ranks for group in groups)
         limit = min(max_tokens, total // num_bins + 1)
@@ -88,7 +88,7 @@ def place_groups(
 
 
 def best_fit(groups: dict[Key, GroupShape], max_tokens: int) -> list[list[Key]]:
-    """Put the groups, largest first, each into the bin that it fills best."""
+    """Put each group, the largest first, into the bin that it fills best."""
     bins: list[list[Key]] = []
     room: list[tuple[int, int]] = []  # sorted pairs (space left, bin)
     for negative_size, key in sorted((-group.size, key) for key, group in groups.items()):
@@ -112,7 +112,7 @@ def best_fit(groups: dict[Key, GroupShape], max_tokens: int) -> list[list[Key]]:
 
 
 def longest_first(groups: dict[Key, GroupShape], num_bins: int) -> list[list[Key]]:
-    """Put the groups, most expensive first, each into the cheapest bin."""
+    """Put each group, the most expensive first, into the bin that is cheapest so far."""
     bins: list[list[Key]] = [[] for _ in range(num_bins)]
     loads = [(0.0, i) for i in range(num_bins)]
     for cost, key in sorted((-group.cost, key) for key, group in groups.items()):

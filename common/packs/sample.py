@@ -36,8 +36,8 @@ class Sample:
     stored_at: int | None = None
     # Why turns of its row are not trained, one reason for each.
     turns_left_out: tuple[str, ...] = ()
-    # To save memory (`without_shared_ids`), so many first ids are left out: they are those of the
-    # sample before.
+    # How many first ids are left out to save memory (`without_shared_ids`). The sample before it
+    # has them.
     left_out: int = 0
     # Per-token lists that your own script adds: `streams["x"]` is `x_T` of a micro-batch.
     streams: dict[str, list[float]] = field(default_factory=dict)
@@ -165,7 +165,7 @@ def at_end(ids: list[int], row: dict | None = None) -> Sample:
 
 
 def without_shared_ids(group: list[Sample]) -> list[Sample]:
-    """Return the samples, each without the ids that it shares with the one before it."""
+    """Return the samples, each without the first ids that it shares with the one before it."""
     shared = [0, *(shared_start(one, other) for one, other in pairwise(group))]
     return [
         replace(s, ids=s.ids[n:], loss_mask=s.loss_mask[n:], left_out=n)
@@ -174,7 +174,7 @@ def without_shared_ids(group: list[Sample]) -> list[Sample]:
 
 
 def with_shared_ids(group: list[Sample]) -> list[Sample]:
-    """Return copies of such samples, each with all its ids."""
+    """Undo `without_shared_ids`: return copies with all their ids."""
     samples: list[Sample] = []
     for s in group:
         before = samples[-1].ids[: s.left_out] if s.left_out else array("i")
@@ -184,7 +184,7 @@ def with_shared_ids(group: list[Sample]) -> list[Sample]:
 
 
 def shared_start(one: Sample, other: Sample) -> int:
-    """Return how many ids `other` shares with `one` at its start, before its trained ones."""
+    """Return how many first ids two samples share, within the prompt of `other`."""
     length = min(len(one.ids), len(other.ids), other.prompt_length)
     differs = np.not_equal(one.ids[:length], other.ids[:length])
     return int(differs.argmax()) if differs.any() else length

@@ -3,12 +3,11 @@
 A model mostly computes the tokens of its micro-batch. Two flags change that:
 
 With `--share_prefix`, a prefix that sequences of a group have in common, such as the prompt of its
-completions, is computed once (docs/memory.md). Where the first p + 1 ids of two sequences agree, so
-do their first p targets. The first sequence of a group is computed whole, each later one from its
-p-th token on, where p is the prefix that it shares with the sequence before it. The shared prefixes
-form a tree if the sequences are in lexical order.
+completions, is computed once (docs/memory.md). If two sequences agree in their first p + 1 ids, the
+later one reuses p computed targets of the earlier and computes the rest. Each sequence is compared
+with the one before it alone: in lexical order, the shared prefixes then form a tree.
 
-With `--context_ranks` R, the R ranks of a context group join their micro-batches to one stream, and
+With `--context_ranks`, the ranks of a context group join their micro-batches to one stream, and
 each rank computes a part of it (common/parallel/context.py).
 
 Shapes: N sequences, T tokens of the micro-batch, t computed tokens of this rank, K keys.
@@ -28,7 +27,8 @@ from common.packs.sample import ImageSpan, Sample
 
 class TokenSequence(NamedTuple):
     """What the rank that trains on a sequence needs to know of its sample. Its arrays pickle in
-    fewer bytes than lists: 5 a token, and 4 for each stream."""
+    fewer bytes than lists: 5 a token, 4 more for a stream of float32, 8 for `stored_at`, and 4
+    top_k for `support`."""
 
     index: int  # number of the sample, counted over all ranks
     ids: np.ndarray  # int32
@@ -37,7 +37,7 @@ class TokenSequence(NamedTuple):
     dataset: str | None = None
     images: list[ImageSpan] = []  # all its images, also those in a shared prefix
     shared: int = 0  # it shares its first `shared` targets with the sequence before it
-    left_out: int = 0  # on its way, ids in front that the sequence before it has
+    left_out: int = 0  # on its way: first ids not sent, as the sequence before it has them
 
     @property
     def num_targets(self) -> int:
@@ -49,11 +49,11 @@ def sequence_of(index: int, sample: Sample) -> TokenSequence:
     names = ("rollout_logprobs", "versions")
     lists = {name: getattr(sample, name, None) for name in names} | sample.streams
     streams = {name: np.array(x, np.float32) for name, x in lists.items() if x is not None}
-    if sample.stored_at is not None:  # a token's place follows the trained tokens before it
+    if sample.stored_at is not None:  # a place for each trained token, from the first on
         places = accumulate(sample.loss_mask[1:-1], initial=sample.stored_at)
         streams["stored_at"] = np.array([0, *places], np.int64)
     ids, loss_mask = np.array(sample.ids, np.int32), np.frombuffer(bytes(sample.loss_mask), bool)
-    if support := getattr(sample, "support", None):  # no other token has an alternative
+    if support := getattr(sample, "support", None):  # other tokens could only be themselves
         streams["support"] = np.repeat(ids[:, None], len(support[0]), axis=1)
         streams["support"][streams["versions"] >= 0] = support
     dataset = sample.row.get("_dataset")
@@ -61,9 +61,9 @@ def sequence_of(index: int, sample: Sample) -> TokenSequence:
 
 
 def for_sending(part: list[TokenSequence]) -> list[TokenSequence]:
-    """Return the sequences of a part as they travel: without the ids, in front of the trained ones,
-    that each shares with the sequence before it. 50 turns of a conversation have 25 times the ids
-    of its last sequence."""
+    """Return the sequences of a part as they travel: each without the first ids, up to the trained
+    ones, that it shares with the sequence before it. Whole, 50 turns of a conversation would have
+    25 times the ids of the last turn's sequence."""
     travelling = []
     for s in part:
         untrained = int(s.loss_mask.argmax()) if s.loss_mask.any() else len(s.ids)
@@ -73,7 +73,7 @@ def for_sending(part: list[TokenSequence]) -> list[TokenSequence]:
 
 
 def after_arrival(part: list[TokenSequence]) -> list[TokenSequence]:
-    """Return the whole sequences of a part that travelled."""
+    """Undo `for_sending`: return the whole sequences of a part."""
     whole: list[TokenSequence] = []
     for s in part:
         if n := s.left_out:
@@ -104,7 +104,7 @@ class ModelTokens:
     contains."""
 
     context_group: Any = None  # ContextGroup, whose ranks hold one part each of these tokens
-    keys: "Keys | None" = None  # set if prefixes are shared; else each sequence has all its keys
+    keys: "Keys | None" = None  # set if prefixes are shared
     image_sequences: list[TokenSequence] | None = None  # the sequences, if any of them has images
     images: Any = None  # PackedImages (extras/images/packed.py), made from them when needed
     next: "ModelTokens | None" = None  # with images, the tokens that the model runs on next
@@ -136,7 +136,7 @@ class Keys:
 
 
 class CompactTokens(ModelTokens):
-    """Computed tokens. Their results belong to the tokens of a micro-batch."""
+    """The tokens that a rank computes. `expand` hands their results to those of a micro-batch."""
 
     def __init__(self, *tokens, places_T: Tensor, context_group: Any):
         super().__init__(*tokens)
@@ -171,7 +171,7 @@ def compact_tokens(
     sequences = [sequence for part in parts for sequence in part]
     num_tokens = sum(s.num_targets - s.shared for s in sequences)
     per_rank = math.ceil(max(1, num_tokens) / size)
-    if per_rank * size > num_tokens:  # all ranks compute as many
+    if per_rank * size > num_tokens:  # all ranks compute the same number
         sequences.append(padding(per_rank * size - num_tokens, streams))
     here = slice(rank * per_rank, (rank + 1) * per_rank)
     places = places_of(sequences)

@@ -183,9 +183,9 @@ class ColocatedEngine:
         stops: bool = True,
     ) -> list[Group]:  # fmt: skip
         """Complete those `requests` of all ranks that are this rank's `own_numbers`, with the
-        weights after `step` steps. If `stops`, a stop signal ends this early (see `generate`). The
-        engine then releases its memory for the training step, but keeps it after an evaluation
-        (`stops` is False) if the next step samples with the same weights. Collective."""
+        weights after `step` steps. `stops`: this is a training rollout: a stop signal ends it early
+        (see `generate`), and afterwards the engine releases its memory for the update. After an
+        evaluation it may keep it: the next step samples with the same weights. Collective."""
         self.trains |= stops
         with meter.time("sync"):
             if step != self.version:

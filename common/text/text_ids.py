@@ -35,9 +35,10 @@ class TextIds:
         tokens = tokenizer.added_tokens_decoder.values()
         self.special_tokens = [str(token) for token in tokens if token.special]
         self.special = any_of(self.special_tokens)
-        # Texts are cut before these "parting" tokens, and the parts tokenised one by one: nothing
-        # before such a token changes the ids after it, and it takes nothing from the text before
-        # it. Not all added tokens part: Gemma 3 has 6,400, and each `<` would be compared to them.
+        # A text is cut before each special token and turn end ("parting" tokens), and its parts are
+        # tokenised alone, with the ids of the whole: nothing before such a token changes the ids
+        # after it, and it takes no characters from before it. Other added tokens do not cut: Gemma
+        # 3 has 6,400, and each `<` would be compared with them.
         ends = {*ends}
         free = [x for x in tokens if not (x.lstrip or x.single_word or x.normalized)]
         chosen = {str(x) for x in free if x.special or str(x) in ends}
