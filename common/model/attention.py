@@ -1,8 +1,8 @@
 """Attention over packed sequences. transformers' models call it in place of their own function
 (loading.py registers it), so that no sequence of a pack sees another.
 
-Shapes: T computed tokens, K keys. K is T, or more if prefixes are shared: each sequence then gets a
-copy of the keys of its prefix."""
+Shapes: T computed tokens, A attended keys. A is T, or more if prefixes are shared: each sequence
+then gets a copy of the keys of its prefix."""
 
 import math
 from itertools import groupby
@@ -27,7 +27,7 @@ def packed_inputs(tokens: ModelTokens) -> dict:
         use_cache=False,
         cu_seq_lens_q=tokens.cu_seqlens_N1,
         max_length_q=tokens.max_seqlen,
-        key_places_K=None if tokens.keys is None else tokens.keys.places_K,
+        key_places_A=None if tokens.keys is None else tokens.keys.places_A,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
         cu_seq_lens_k=keys.cu_seqlens_N1,
         max_length_k=keys.max_seqlen,
@@ -52,12 +52,12 @@ def packed_attention(
         raise NotImplementedError(f"{type(module).__name__} needs position_bias in attention")
     if not getattr(module, "is_causal", True):
         raise NotImplementedError(f"{type(module).__name__} attends to later tokens")
-    places_K = kwargs["key_places_K"]  # KeyError: the model drops these arguments, so it is refused
+    places_A = kwargs["key_places_A"]  # KeyError: the model drops these arguments, so it is refused
     group, sinks_H = kwargs["pack"].context_group, kwargs.get("s_aux")
     if group is not None:
         query, key, value, sinks_H = group.divide_heads(query, key, value, sinks_H)
-    if places_K is not None:
-        key, value = (GatherKeys.apply(x, places_K) for x in (key, value))
+    if places_A is not None:
+        key, value = (GatherKeys.apply(x, places_A) for x in (key, value))
     is_plain = softcap is None and sinks_H is None
     widths = query.shape[-1], value.shape[-1]
     if is_plain and has_flash_kernel(kwargs["capability"], query.dtype, *widths):
@@ -101,14 +101,14 @@ def varlen_attention(
 
 class GatherKeys(torch.autograd.Function):
     """Give every sequence the keys (or values) that it attends to: [1, heads, T, head_dim] ->
-    [1, heads, K, head_dim]. A row of a shared prefix is copied to several sequences; its gradients
+    [1, heads, A, head_dim]. A row of a shared prefix is copied to several sequences; its gradients
     add up in float32."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, places_K: Tensor) -> Tensor:
-        ctx.save_for_backward(places_K)
+    def forward(ctx, x: Tensor, places_A: Tensor) -> Tensor:
+        ctx.save_for_backward(places_A)
         ctx.shape = x.shape
-        return x.index_select(2, places_K)
+        return x.index_select(2, places_A)
 
     @staticmethod
     def backward(ctx, grad: Tensor):

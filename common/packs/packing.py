@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.packs.placement import GroupShape, Key, MicroBatches, place_groups
+from common.packs.placement import GroupKey, GroupShape, MicroBatches, place_groups
 from common.packs.sample import Sample
 from common.packs.tokens import (
     CompactTokens,
@@ -292,8 +292,8 @@ def _pack(
 
 
 def _own_parts(
-    sequences: list[TokenSequence], parts: dict[Key, GroupShape]
-) -> dict[Key, list[TokenSequence]]:
+    sequences: list[TokenSequence], parts: dict[GroupKey, GroupShape]
+) -> dict[GroupKey, list[TokenSequence]]:
     """Return the sequences of this rank's parts. Groups were split in order, so each part takes the
     next sequences."""
     own, start = {}, 0
@@ -316,8 +316,8 @@ def _require_streams(sequences: Iterable[TokenSequence], streams: Iterable[str])
 
 
 def _exchange(
-    own: dict[Key, list[TokenSequence]], placed: MicroBatches
-) -> dict[Key, list[TokenSequence]]:
+    own: dict[GroupKey, list[TokenSequence]], placed: MicroBatches
+) -> dict[GroupKey, list[TokenSequence]]:
     """Send this rank's parts to the ranks that compute them, and return those that arrive. The
     ranks of a context group get the same ones. Collective."""
     outgoing = []

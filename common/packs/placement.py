@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from common.parallel.distributed import context_group_size
 
-Key = tuple[int, int]
-MicroBatches = list[list[list[Key]]]  # the keys of each bin of each micro-batch
+GroupKey = tuple[int, int]
+MicroBatches = list[list[list[GroupKey]]]  # the keys of each bin of each micro-batch
 # A sequence of n tokens costs n + ATTENTION n^2. ATTENTION is heads x head width x layers /
 # weights: 2e-5 in a model of 8B, 1e-4 in one of 0.6B.
 ATTENTION = 4e-5
@@ -62,7 +62,7 @@ class GroupShape(NamedTuple):
 
 def place_groups(
     ranks: Sequence[list[GroupShape]], num_bins: int, max_tokens: int, together: bool
-) -> tuple[dict[Key, GroupShape], MicroBatches]:
+) -> tuple[dict[GroupKey, GroupShape], MicroBatches]:
     """Assign the groups of all ranks to micro-batches of `num_bins` bins, one for each context
     group. Return the groups, or their parts, by key, and the micro-batches.
 
@@ -87,9 +87,9 @@ def place_groups(
     return groups, micro_batches
 
 
-def best_fit(groups: dict[Key, GroupShape], max_tokens: int) -> list[list[Key]]:
+def best_fit(groups: dict[GroupKey, GroupShape], max_tokens: int) -> list[list[GroupKey]]:
     """Put each group, the largest first, into the bin that it fills best."""
-    bins: list[list[Key]] = []
+    bins: list[list[GroupKey]] = []
     room: list[tuple[int, int]] = []  # sorted pairs (space left, bin)
     for negative_size, key in sorted((-group.size, key) for key, group in groups.items()):
         size = -negative_size
@@ -111,9 +111,9 @@ def best_fit(groups: dict[Key, GroupShape], max_tokens: int) -> list[list[Key]]:
     return bins
 
 
-def longest_first(groups: dict[Key, GroupShape], num_bins: int) -> list[list[Key]]:
+def longest_first(groups: dict[GroupKey, GroupShape], num_bins: int) -> list[list[GroupKey]]:
     """Put each group, the most expensive first, into the bin that is cheapest so far."""
-    bins: list[list[Key]] = [[] for _ in range(num_bins)]
+    bins: list[list[GroupKey]] = [[] for _ in range(num_bins)]
     loads = [(0.0, i) for i in range(num_bins)]
     for cost, key in sorted((-group.cost, key) for key, group in groups.items()):
         load, i = loads[0]

@@ -10,7 +10,7 @@ with the one before it alone: in lexical order, the shared prefixes then form a 
 With `--context_ranks`, the ranks of a context group join their micro-batches to one stream, and
 each rank computes a part of it (common/parallel/context.py).
 
-Shapes: N sequences, T tokens of the micro-batch, t computed tokens of this rank, K keys.
+Shapes: N sequences, T tokens of the micro-batch, t computed tokens of this rank, A attended keys.
 """
 
 import math
@@ -104,7 +104,7 @@ class ModelTokens:
     contains."""
 
     context_group: Any = None  # ContextGroup, whose ranks hold one part each of these tokens
-    keys: "Keys | None" = None  # set if prefixes are shared
+    keys: "AttentionKeys | None" = None  # set if prefixes are shared
     image_sequences: list[TokenSequence] | None = None  # the sequences, if any of them has images
     images: Any = None  # PackedImages (extras/images/packed.py), made from them when needed
     next: "ModelTokens | None" = None  # with images, the tokens that the model runs on next
@@ -123,13 +123,13 @@ class ModelTokens:
         self.max_seqlen = max(lengths)  # on the host, like `offsets`: no launch waits for the GPU
 
 
-class Keys:
+class AttentionKeys:
     """Keys that the queries of each sequence attend to: its prefix's and its own. A plain class,
     like `ModelTokens`."""
 
     def __init__(self, places: list[np.ndarray], device: torch.device):
         """`places`: where the keys of each sequence are among the computed tokens."""
-        self.places_K = tensor_of(places, device)
+        self.places_A = tensor_of(places, device)
         self.lengths = [len(of_sequence) for of_sequence in places]
         self.cu_seqlens_N1 = tensor_of([np.array([0, *accumulate(self.lengths)], np.int32)], device)
         self.max_seqlen = max(self.lengths)
@@ -187,7 +187,7 @@ def compact_tokens(
         context_group=context_group,
     )
     if any(sequence.shared for sequence in sequences):
-        tokens.keys = Keys(places, device)
+        tokens.keys = AttentionKeys(places, device)
     for name in {"stored_at", "support"} & streams.keys():
         own = [s.streams[name][s.shared + 1 :] for s in sequences]
         setattr(tokens, f"{name}_T", tensor_of(own, device)[here])

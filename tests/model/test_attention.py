@@ -80,13 +80,13 @@ def test_sdpa_on_cuda_has_as_many_key_heads_as_query_heads(monkeypatch):
 # ---- keys of shared prefixes ----
 
 
-def through_float32(x: Tensor, places_K: Tensor) -> Tensor:
+def through_float32(x: Tensor, places_A: Tensor) -> Tensor:
     """The same by autograd, which adds up in the dtype of the gathered tensor."""
-    return x.float().index_select(2, places_K).to(x.dtype)
+    return x.float().index_select(2, places_A).to(x.dtype)
 
 
-def gathered(x: Tensor, places_K: Tensor) -> Tensor:
-    return GatherKeys.apply(x, places_K)
+def gathered(x: Tensor, places_A: Tensor) -> Tensor:
+    return GatherKeys.apply(x, places_A)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -102,15 +102,15 @@ def gathered(x: Tensor, places_K: Tensor) -> Tensor:
 def test_gradients_of_shared_keys_add_up_in_float32(gather, dtype):
     """Bit for bit as if the keys were gathered in float32."""
     generator = torch.Generator().manual_seed(0)
-    places_K = torch.tensor([0, 1, 2, 3, *[0, 1, 2] * 20, 4])
+    places_A = torch.tensor([0, 1, 2, 3, *[0, 1, 2] * 20, 4])
     x = torch.randn(1, 2, 5, 8, generator=generator).to(dtype)
-    weights = torch.randn(1, 2, len(places_K), 8, generator=generator).to(dtype)
+    weights = torch.randn(1, 2, len(places_A), 8, generator=generator).to(dtype)
     found = []
     for function in (gather, through_float32):
         leaf = x.clone().requires_grad_()
-        out = function(leaf, places_K)
+        out = function(leaf, places_A)
         found.append((out.detach(), *torch.autograd.grad(out, leaf, weights)))
     assert all(map(torch.equal, *found)) and found[0][1].dtype == dtype
     if dtype == torch.bfloat16:
-        narrow = torch.zeros_like(x).index_add_(2, places_K, weights)
+        narrow = torch.zeros_like(x).index_add_(2, places_A, weights)
         assert not torch.equal(found[0][1], narrow)
