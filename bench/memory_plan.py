@@ -134,8 +134,8 @@ def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> floa
     chunk_size = logprobs.chunk_size
     logprobs.product, logprobs.add_product_ = float32_product, lambda sum_VD, a, b: None
     logprobs.chunk_size = lambda vocabulary, on_cuda: chunk_size(vocabulary, True)
-    lora.merge = lambda weight_OI, a_RI, b_OR, scale: torch.addmm(
-        weight_OI, b_OR, a_RI, alpha=scale
+    lora.merge = lambda weight_OI, a_LI, b_OL, scale: torch.addmm(
+        weight_OI, b_OL, a_LI, alpha=scale
     )
     worst = 0.0
     for name in names:

@@ -76,8 +76,8 @@ def merge_adapter(model: nn.Module, folder: str) -> None:
     stored = lora.read_adapter(model, folder)
     for name, layer in [*model.named_modules()]:
         if isinstance(layer, lora.LoRALinear):
-            a_RI, b_OR = (stored[f"{name}.lora_{which}"] for which in "AB")
-            linear[name].weight.data = lora.merge(layer.weight, a_RI, b_OR, layer.scale)
+            a_LI, b_OL = (stored[f"{name}.lora_{which}"] for which in "AB")
+            linear[name].weight.data = lora.merge(layer.weight, a_LI, b_OL, layer.scale)
             model.set_submodule(name, linear[name])
 
 

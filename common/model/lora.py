@@ -4,7 +4,7 @@ layer learns two narrow matrices, whose product is added to its weight.
 A layer multiplies by weight + scale b a, rounded to the compute dtype. Engine and exports get this
 sum, so they have the same numbers. The two matrices are float32, so that small steps add up.
 
-Shapes: R rank, I inputs and O outputs of a layer."""
+Shapes: L rank of the adapter, I inputs and O outputs of a layer."""
 
 import json
 import os
@@ -25,11 +25,11 @@ from common.parallel import distributed
 Dense = Callable[[Tensor, torch.dtype], Tensor]
 
 
-def merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
+def merge(weight_OI: Tensor, a_LI: Tensor, b_OL: Tensor, scale: float) -> Tensor:
     """Return weight + scale b a, added up in float32 and rounded once to the dtype of all three."""
     if weight_OI.is_cuda:  # addmm does all this at once: 8 bytes of memory traffic a weight, not 28
-        return torch.addmm(weight_OI, b_OR, a_RI, alpha=scale)
-    merged_OI = torch.addmm(weight_OI.float(), b_OR.float(), a_RI.float(), alpha=scale)
+        return torch.addmm(weight_OI, b_OL, a_LI, alpha=scale)
+    merged_OI = torch.addmm(weight_OI.float(), b_OL.float(), a_LI.float(), alpha=scale)
     return merged_OI.to(weight_OI.dtype)
 
 
@@ -39,24 +39,24 @@ class _MergedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor,
+        ctx, x: Tensor, weight: Tensor, bias_O: Tensor | None, a_LI: Tensor, b_OL: Tensor,
         scale: float, dense: Dense,
     ):  # fmt: skip
-        ctx.save_for_backward(x, weight, a_RI, b_OR)
+        ctx.save_for_backward(x, weight, a_LI, b_OL)
         ctx.scale, ctx.dense = scale, dense
-        return F.linear(x, merge(dense(weight, x.dtype), a_RI, b_OR, scale), bias_O)
+        return F.linear(x, merge(dense(weight, x.dtype), a_LI, b_OL, scale), bias_O)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, weight, a_RI, b_OR = ctx.saved_tensors
+        x, weight, a_LI, b_OL = ctx.saved_tensors
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ merge(ctx.dense(weight, x.dtype), a_RI, b_OR, ctx.scale)
+            grad_x = grad @ merge(ctx.dense(weight, x.dtype), a_LI, b_OL, ctx.scale)
         x = x.flatten(0, -2)
         grad = grad.flatten(0, -2)
-        grad_a_RI = ctx.scale * (grad @ b_OR).T @ x
-        grad_b_OR = ctx.scale * grad.T @ (x @ a_RI.T)
-        return grad_x, None, None, grad_a_RI, grad_b_OR, None, None
+        grad_a_LI = ctx.scale * (grad @ b_OL).T @ x
+        grad_b_OL = ctx.scale * grad.T @ (x @ a_LI.T)
+        return grad_x, None, None, grad_a_LI, grad_b_OL, None, None
 
 
 class LoRALinear(nn.Linear):
@@ -81,8 +81,8 @@ class LoRALinear(nn.Linear):
     def merged(self, dtype: torch.dtype) -> Tensor:
         """Return the whole matrix that the layer multiplies by, in `dtype`. Collective if the
         parameters are sharded."""
-        a_RI, b_OR = (whole(x.detach()).to(dtype) for x in (self.lora_A, self.lora_B))
-        return merge(self.dense(whole(self.weight.detach()), dtype), a_RI, b_OR, self.scale)
+        a_LI, b_OL = (whole(x.detach()).to(dtype) for x in (self.lora_A, self.lora_B))
+        return merge(self.dense(whole(self.weight.detach()), dtype), a_LI, b_OL, self.scale)
 
 
 # ---- the adapters of a model ----
