@@ -125,10 +125,10 @@ def open_split(
 
         files, classes = files_of_split(label, path, split, config)
         names = [str(file.relative_to(path)) for file in files]
-        return _shards(flag, files, names, classes, is_alone)
+        return _file_shards(flag, files, names, classes, is_alone)
     if files := files_named(dataset):
         files = files if split == "train" else []
-        return _shards(flag, files, [file.name for file in files], {}, is_alone)
+        return _file_shards(flag, files, [file.name for file in files], {}, is_alone)
     if _is_name_of_file(dataset):
         raise ValueError(f"{label}: no such file")
     from common.text.tables import hub_tables
@@ -136,7 +136,7 @@ def open_split(
     return [Shard(label, *x) for x in hub_tables(label, dataset, split, config, streaming)] or None
 
 
-def _shards(
+def _file_shards(
     flag: str, files: list[Path], names: list[str], classes: dict, is_alone: bool
 ) -> list[Shard] | None:
     """Return a shard for each file, None without a file. Raises `ValueError` for what cannot be
