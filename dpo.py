@@ -39,7 +39,7 @@ from common.model.hub import fit_max_length, resolve_model
 from common.model.policy import Policy, load_policy
 from common.model.scoring import reference_logps
 from common.objectives import preference
-from common.objectives.preference import REFERENCE_FREE, Pairs, PreferenceArgs, f
+from common.objectives.preference import REFERENCE_FREE, Pairs, PreferenceArgs, f_slope
 from common.packs.packing import PackedBatch, pack_groups
 from common.packs.sample import Sample
 from common.parallel import distributed
@@ -75,9 +75,9 @@ def loss(pairs: Pairs, args: "Args") -> tuple[Tensor, dict[str, Tensor]]:
     terms = {}
     for name in args.loss:
         if name == "sigmoid":  # DPO Eq. 7; with label smoothing cDPO
-            # lc, lr: log-ratios to the reference; f changes nothing unless --f_divergence is given
+            # lc, lr: log-ratios to the reference; f_slope is the identity without --f_divergence
             kind = args.f_divergence
-            z = args.beta * (f(pairs.lc, kind) - f(pairs.lr, kind))
+            z = args.beta * (f_slope(pairs.lc, kind) - f_slope(pairs.lr, kind))
             e = args.label_smoothing
             terms[name] = -(1 - e) * logsigmoid(z) - e * logsigmoid(-z)
         else:

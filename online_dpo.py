@@ -40,7 +40,7 @@ from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives import preference
 from common.objectives.advantages import unequal, without_rounding
-from common.objectives.preference import REFERENCE_FREE, Pairs, PreferenceArgs, f
+from common.objectives.preference import REFERENCE_FREE, Pairs, PreferenceArgs, f_slope
 from common.packs.packing import PackedBatch, pack_minibatches
 from common.packs.sample import Completion, Group
 from common.parallel import distributed
@@ -77,7 +77,7 @@ def loss(pairs: Pairs, args: "Args") -> Tensor:
     for name in args.loss:
         if name == "sigmoid":  # DPO, as in dpo.py. lc, lr: log-ratios to the reference
             kind = args.f_divergence
-            z = args.beta * (f(pairs.lc, kind) - f(pairs.lr, kind))
+            z = args.beta * (f_slope(pairs.lc, kind) - f_slope(pairs.lr, kind))
             e = args.label_smoothing
             losses.append(-(1 - e) * logsigmoid(z) - e * logsigmoid(-z))
         else:

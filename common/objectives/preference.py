@@ -3,8 +3,8 @@ gives one value per pair, in float64.
 
 Log-probs are sums over the tokens of a completion, in nats. Notation: lc, lr are the log-ratios of
 chosen and rejected to the reference, pc, pr the policy's log-probs, nc, nr the lengths in tokens,
-sigma the logistic function, and z = beta (f(lc) - f(lr)), where f depends on `f_divergence` and is
-the identity by default.
+sigma the logistic function, and z = beta (f(lc) - f(lr)), where f (`f_slope`) depends on
+`f_divergence` and is the identity by default.
 
 `READS` names the flags of each objective.
 
@@ -56,7 +56,7 @@ class Pairs:
         return self.rejected_logps / self.rejected_lengths
 
 
-def f(u: Tensor, f_divergence: FDivergence) -> Tensor:
+def f_slope(u: Tensor, f_divergence: FDivergence) -> Tensor:
     """Return f(u) for the log-ratio u, up to constants that cancel: the derivative of the
     divergence's generator (arXiv:2309.16240). reverse_kl: u; forward_kl: 1 - exp(-u); js: log 2 +
     log sigma(u); alpha: (exp(a u) - 1) / a with a = -1/2."""
@@ -99,7 +99,7 @@ def preference_loss(
 ) -> Tensor:
     """Return the objective `name` of each pair, [N], float64. DPO's own, `sigmoid`, is in
     dpo.py."""
-    z = beta * (f(p.lc, f_divergence) - f(p.lr, f_divergence))
+    z = beta * (f_slope(p.lc, f_divergence) - f_slope(p.lr, f_divergence))
     rc = beta * p.lc
     rr = beta * p.lr
     e = label_smoothing

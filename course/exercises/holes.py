@@ -308,7 +308,7 @@ EXERCISES = [
         "Preference learning",
         """DPO: z = beta (log pi(y_c)/ref(y_c) - log pi(y_r)/ref(y_r)) and L = -log sigmoid(z), [N].
         pairs.lc and pairs.lr are the two log-ratios, each a sum over the tokens of a completion;
-        f(u, kind) is u by default.
+        f_slope(u, kind) is u by default.
         cDPO, with label smoothing e: a label is wrong with probability e, so L = -(1 - e) log
         sigmoid(z) - e log sigmoid(-z). Set terms[name].""",
         {
@@ -325,14 +325,14 @@ EXERCISES = [
         },
         (
             {
-                "f(pairs.lc, kind) - f(pairs.lr, kind)": (
-                    "f(pairs.chosen_logps, kind) - f(pairs.rejected_logps, kind)"
+                "f_slope(pairs.lc, kind) - f_slope(pairs.lr, kind)": (
+                    "f_slope(pairs.chosen_logps, kind) - f_slope(pairs.rejected_logps, kind)"
                 ),
             },
             {
-                "f(pairs.lc, kind) - f(pairs.lr, kind)": (
-                    "f(pairs.lc / pairs.chosen_lengths, kind)"
-                    " - f(pairs.lr / pairs.rejected_lengths, kind)"
+                "f_slope(pairs.lc, kind) - f_slope(pairs.lr, kind)": (
+                    "f_slope(pairs.lc / pairs.chosen_lengths, kind)"
+                    " - f_slope(pairs.lr / pairs.rejected_lengths, kind)"
                 ),
             },
             {"- e * logsigmoid(-z)": "+ e * logsigmoid(-z)"},

@@ -16,7 +16,7 @@ from common.objectives.preference import (
     READS,
     REFERENCE_FREE,
     Pairs,
-    f,
+    f_slope,
     implicit_rewards,
     preference_loss,
 )
@@ -250,7 +250,7 @@ def test_reference_free_objectives_do_not_depend_on_the_reference(name, rows, be
 def test_f_divergence_value_and_gradient_equal_naive_code(kind, u):
     args, u_N = flags_of(f_divergence=kind), tensor(u).requires_grad_()
     assert_equals_naive(
-        f(u_N, kind),
+        f_slope(u_N, kind),
         [u_N],
         lambda rows: [naive_f(u, args) for (u,) in rows],
         [(x,) for x in u],
@@ -260,7 +260,7 @@ def test_f_divergence_value_and_gradient_equal_naive_code(kind, u):
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "js", "alpha"])
 def test_f_divergence_is_finite_and_monotone(kind):
     u_N = tensor(list(range(-10_000, 10_001))).requires_grad_()
-    value_N = f(u_N, kind)
+    value_N = f_slope(u_N, kind)
     (grad_N,) = torch.autograd.grad(value_N.sum(), u_N)
     assert value_N.isfinite().all() and grad_N.isfinite().all()
     assert (value_N.diff() >= 0).all() and (grad_N >= 0).all()
