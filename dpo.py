@@ -18,8 +18,8 @@ common/objectives/preference.py, a table in docs/dpo.md. kto.py learns from sing
 Differences from the papers: the log-probs of the reference are computed once, before training, so
 that training holds one model in memory; chosen and rejected share one packed stream.
 
-Shapes: N pairs (2N sequences) and T packed tokens of a micro-batch, B pairs of a batch on all
-ranks, R rows of the data; sequences 2i and 2i + 1 are chosen and rejected of pair i. Per-token
+Shapes: N sequences (W = N / 2 pairs) and T packed tokens of a micro-batch, B pairs of a batch on
+all ranks, R rows of the data; sequences 2i and 2i + 1 are chosen and rejected of pair i. Per-token
 tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t]."""
 
 from itertools import chain
@@ -70,7 +70,7 @@ CURVES = (
 
 
 def loss(pairs: Pairs, args: "Args") -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of each pair, [N] float64, and its terms by name: the objectives of `--loss`,
+    """Return the loss of each pair, [W] float64, and its terms by name: the objectives of `--loss`,
     which are added up with `--loss_weights` (as in MPO, arXiv:2411.10442)."""
     terms = {}
     for name in args.loss:
@@ -108,15 +108,15 @@ def encode_row(row: dict, columns: tuple[str, ...], encoder: Encoder, args: Args
 def make_pairs(mb: PackedBatch, logprobs_T: Tensor, ref_logps_B2: Tensor) -> Pairs:
     """Return the pairs of a micro-batch: log-probs of completions by policy and reference, and
     lengths."""
-    logps_2N = mb.sequence_sums(logprobs_T)
-    ref_logps_2N = mb.select(ref_logps_B2)
-    lengths_2N = mb.sequence_sums(torch.ones_like(logprobs_T))
-    return Pairs(*sides(logps_2N), *sides(ref_logps_2N), *sides(lengths_2N))
+    logps_N = mb.sequence_sums(logprobs_T)
+    ref_logps_N = mb.select(ref_logps_B2)
+    lengths_N = mb.sequence_sums(torch.ones_like(logprobs_T))
+    return Pairs(*sides(logps_N), *sides(ref_logps_N), *sides(lengths_N))
 
 
-def sides(x_2N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the numbers of the chosen and of the rejected completions, [N] each."""
-    return x_2N[0::2], x_2N[1::2]
+def sides(x_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers of the chosen and of the rejected completions, [W] each."""
+    return x_N[0::2], x_N[1::2]
 
 
 def forward(
@@ -131,27 +131,27 @@ def forward(
     log-probs."""
     logprobs_T, entropy_T, *_ = policy(mb)
     pairs = make_pairs(mb, logprobs_T, ref_logps_B2)
-    loss_N, terms = loss(pairs, args)
-    nll_N = -pairs.mean_pc
-    loss_N = loss_N + args.sft_weight * nll_N
+    loss_W, terms = loss(pairs, args)
+    nll_W = -pairs.mean_pc
+    loss_W = loss_W + args.sft_weight * nll_W
 
-    chosen_N, rejected_N = preference.implicit_rewards(args.loss[0], pairs, args.beta)
+    chosen_W, rejected_W = preference.implicit_rewards(args.loss[0], pairs, args.beta)
     logged = {
-        "loss": loss_N,
-        "rewards/chosen": chosen_N,
-        "rewards/rejected": rejected_N,
-        "rewards/margins": chosen_N - rejected_N,
-        "rewards/accuracies": chosen_N > rejected_N,
+        "loss": loss_W,
+        "rewards/chosen": chosen_W,
+        "rewards/rejected": rejected_W,
+        "rewards/margins": chosen_W - rejected_W,
+        "rewards/accuracies": chosen_W > rejected_W,
         "logps/chosen": pairs.chosen_logps,
         "logps/rejected": pairs.rejected_logps,
     }
     if len(terms) > 1 or args.sft_weight:
-        logged |= {f"loss/{name}": term_N for name, term_N in terms.items()}
+        logged |= {f"loss/{name}": term_W for name, term_W in terms.items()}
     if args.sft_weight:
-        logged["loss/sft"] = nll_N
-    meter.samples(mb, logged, loss_N / args.batch_size, prefix)
+        logged["loss/sft"] = nll_W
+    meter.samples(mb, logged, loss_W / args.batch_size, prefix)
     meter.tokens(mb, {f"{prefix}entropy": entropy_T})
-    return loss_N.sum()
+    return loss_W.sum()
 
 
 @torch.no_grad()

@@ -16,9 +16,9 @@ A mismatch is a prompt with the completion of another prompt. `--loss apo_zero_u
 average over the global batch; the log-probs of the reference are computed once, before training.
 See docs/kto.md.
 
-Shapes: N completions and T packed tokens of a micro-batch, P completions of a batch on this rank, B
-on all ranks, R rows of the data. Per-token tensors are aligned with the *targets*: x_T[t] describes
-the prediction of targets_T[t]."""
+Shapes: N completions and T packed tokens of a micro-batch, B completions of a batch on all ranks,
+P of them on this rank, R rows of the data. Per-token tensors are aligned with the *targets*: x_T[t]
+describes the prediction of targets_T[t]."""
 
 from collections.abc import Iterable
 from dataclasses import replace

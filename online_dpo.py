@@ -17,9 +17,9 @@ it, so of the online scripts this one tolerates `--max_staleness` best.
 Differences from the papers (docs/online_dpo.md): G may be above two, and `--loss` has every
 objective of dpo.py (common/objectives/preference.py).
 
-Shapes: P prompts on this rank, G completions per prompt; N pairs (2N sequences) and T packed tokens
-of a micro-batch, in which sequences 2i and 2i + 1 are chosen and rejected of pair i. Per-token
-tensors are aligned with the *targets*: x_T[t] is about targets_T[t]."""
+Shapes: P prompts on this rank, G completions per prompt; N sequences (W = N / 2 pairs) and T packed
+tokens of a micro-batch, in which sequences 2i and 2i + 1 are chosen and rejected of pair i.
+Per-token tensors are aligned with the *targets*: x_T[t] is about targets_T[t]."""
 
 import math
 from itertools import chain
@@ -70,7 +70,7 @@ def preferences(rewards_PG: Tensor) -> Tensor:
 
 
 def loss(pairs: Pairs, args: "Args") -> Tensor:
-    """Return the loss of each pair, [N] float64: the objectives of `--loss`, added up with
+    """Return the loss of each pair, [W] float64: the objectives of `--loss`, added up with
     `--loss_weights`, and `--sft_weight` times the negative log-likelihood of the chosen
     completion, per token."""
     losses = []
@@ -83,11 +83,11 @@ def loss(pairs: Pairs, args: "Args") -> Tensor:
         else:
             losses.append(preference.preference_loss(name, pairs, **args.loss_settings))
     weights = args.loss_weights or [1.0] * len(losses)
-    weighted = [weight * each_N for weight, each_N in zip(weights, losses, strict=True)]
-    loss_N = sum(weighted, torch.zeros(()))
+    weighted = [weight * each_W for weight, each_W in zip(weights, losses, strict=True)]
+    loss_W = sum(weighted, torch.zeros(()))
     if args.sft_weight:
-        loss_N = loss_N - args.sft_weight * pairs.mean_pc
-    return loss_N
+        loss_W = loss_W - args.sft_weight * pairs.mean_pc
+    return loss_W
 
 
 def make_pairs(mb: PackedBatch, logprobs_T: Tensor) -> Pairs:
@@ -96,16 +96,16 @@ def make_pairs(mb: PackedBatch, logprobs_T: Tensor) -> Pairs:
     ref_logprobs_T = mb.ref_logprobs_T
     if ref_logprobs_T is None:
         ref_logprobs_T = torch.zeros_like(logprobs_T)
-    logps_2N = mb.sequence_sums(logprobs_T)
-    ref_logps_2N = mb.sequence_sums(ref_logprobs_T)
-    lengths_2N = mb.sequence_sums(torch.ones_like(logprobs_T))
+    logps_N = mb.sequence_sums(logprobs_T)
+    ref_logps_N = mb.sequence_sums(ref_logprobs_T)
+    lengths_N = mb.sequence_sums(torch.ones_like(logprobs_T))
     return Pairs(
-        chosen_logps=logps_2N[0::2],
-        rejected_logps=logps_2N[1::2],
-        ref_chosen_logps=ref_logps_2N[0::2],
-        ref_rejected_logps=ref_logps_2N[1::2],
-        chosen_lengths=lengths_2N[0::2],
-        rejected_lengths=lengths_2N[1::2],
+        chosen_logps=logps_N[0::2],
+        rejected_logps=logps_N[1::2],
+        ref_chosen_logps=ref_logps_N[0::2],
+        ref_rejected_logps=ref_logps_N[1::2],
+        chosen_lengths=lengths_N[0::2],
+        rejected_lengths=lengths_N[1::2],
     )
 
 
@@ -135,17 +135,17 @@ def chosen_pair(group: Group, signs_G: Tensor) -> list[Completion]:
     return [group[signs_G.argmax()], group[signs_G.argmin()]]
 
 
-def measured(pairs: Pairs, loss_N: Tensor, args: "Args") -> dict[str, Tensor]:
+def measured(pairs: Pairs, loss_W: Tensor, args: "Args") -> dict[str, Tensor]:
     """Return the loss, log-probs and implicit rewards of each pair to log, the latter by the first
     objective."""
-    chosen_N, rejected_N = preference.implicit_rewards(args.loss[0], pairs, args.beta)
+    chosen_W, rejected_W = preference.implicit_rewards(args.loss[0], pairs, args.beta)
     kl = {"kl": (pairs.lc + pairs.lr) / 2} if set(args.loss) - REFERENCE_FREE else {}
     return kl | {
-        "loss": loss_N,
-        "rewards/chosen": chosen_N,
-        "rewards/rejected": rejected_N,
-        "rewards/margins": chosen_N - rejected_N,
-        "rewards/accuracies": chosen_N > rejected_N,
+        "loss": loss_W,
+        "rewards/chosen": chosen_W,
+        "rewards/rejected": rejected_W,
+        "rewards/margins": chosen_W - rejected_W,
+        "rewards/accuracies": chosen_W > rejected_W,
         "logps/chosen": pairs.chosen_logps,
         "logps/rejected": pairs.rejected_logps,
     }
@@ -239,12 +239,12 @@ def main(args: Args) -> None:
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
                     mb_pairs = make_pairs(mb, logprobs_T)
-                    loss_N = loss(mb_pairs, args)
-                    share_N = loss_N / num_pairs
+                    loss_W = loss(mb_pairs, args)
+                    share_W = loss_W / num_pairs
                     # FSDP averages gradients over ranks; undo that.
-                    (share_N.sum() * world_size).backward()
-                    total_loss += share_N.detach().sum()
-                    meter.samples(mb, measured(mb_pairs, loss_N, args), share_N)
+                    (share_W.sum() * world_size).backward()
+                    total_loss += share_W.detach().sum()
+                    meter.samples(mb, measured(mb_pairs, loss_W, args), share_W)
                     meter.tokens(mb, {"entropy": entropy_T})
                     if not updated:
                         measure_mismatch(meter, logprobs_T.detach(), mb)

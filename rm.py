@@ -13,8 +13,8 @@ tools/relabel.py measures how often the trained model agrees with pairs, and swa
 Differences from the paper: pairs instead of rankings of several answers; a penalty centres the
 rewards, not a shift. See docs/rm.md.
 
-Shapes: N pairs (2N sequences) and T packed tokens of a micro-batch, P pairs of a batch on this
-rank, B on all ranks; sequences 2i and 2i + 1 are chosen and rejected of pair i."""
+Shapes: N sequences (W = N / 2 pairs) and T packed tokens of a micro-batch, P pairs of a batch on
+this rank, B on all ranks; sequences 2i and 2i + 1 are chosen and rejected of pair i."""
 
 import math
 from itertools import chain
@@ -60,16 +60,16 @@ CURVES = (
 
 
 def loss(
-    chosen_N: Tensor,
-    rejected_N: Tensor,
-    margin_N: Tensor | float = 0.0,
+    chosen_W: Tensor,
+    rejected_W: Tensor,
+    margin_W: Tensor | float = 0.0,
     center_coefficient: float = 0.0,
 ) -> Tensor:
-    """Return the loss of each pair, [N]: the negative log-likelihood of the preference
+    """Return the loss of each pair, [W]: the negative log-likelihood of the preference
     (arXiv:2203.02155 Eq. 1), the margin of arXiv:2307.09288 Eq. 2, the centring penalty of
     arXiv:2312.09244."""
-    centring_N = center_coefficient * (chosen_N + rejected_N).square()
-    return -logsigmoid(chosen_N - rejected_N - margin_N) + centring_N
+    centring_W = center_coefficient * (chosen_W + rejected_W).square()
+    return -logsigmoid(chosen_W - rejected_W - margin_W) + centring_W
 
 
 @dataclass
@@ -128,27 +128,27 @@ def forward(
     prefix: str = "",
 ) -> Tensor:
     """Return the loss of a micro-batch, summed over its pairs; log it with the rewards."""
-    rewards_2N = mb.sequence_sums(model(mb))  # the last token of each sequence alone is trained
-    margin_N = mb.select(margins_B2)[0::2]
-    chosen_N = rewards_2N[0::2]
-    rejected_N = rewards_2N[1::2]
-    num_pairs = len(margin_N)
-    loss_N = loss(chosen_N, rejected_N, margin_N, args.center_coefficient)
+    rewards_N = mb.sequence_sums(model(mb))  # the last token of each sequence alone is trained
+    margin_W = mb.select(margins_B2)[0::2]
+    chosen_W = rewards_N[0::2]
+    rejected_W = rewards_N[1::2]
+    num_pairs = len(margin_W)
+    loss_W = loss(chosen_W, rejected_W, margin_W, args.center_coefficient)
     if num_pairs:  # a rank may have no pair of this pack
         logged = {
-            "loss": loss_N,
-            "rewards/chosen": chosen_N,
-            "rewards/rejected": rejected_N,
-            "rewards/margins": chosen_N - rejected_N,
-            "rewards/accuracies": chosen_N > rejected_N,
+            "loss": loss_W,
+            "rewards/chosen": chosen_W,
+            "rewards/rejected": rejected_W,
+            "rewards/margins": chosen_W - rejected_W,
+            "rewards/accuracies": chosen_W > rejected_W,
         }
-        meter.samples(mb, logged, loss_N / args.batch_size, prefix)
-        rewards_2N = torch.cat([chosen_N, rejected_N]).detach()
-        meter.mean(f"{prefix}rewards/mean", rewards_2N.sum(), 2 * num_pairs)
-        meter.std(f"{prefix}rewards/std", rewards_2N)
-        meter.min(f"{prefix}rewards/min", rewards_2N.min())
-        meter.max(f"{prefix}rewards/max", rewards_2N.max())
-    return loss_N.sum()
+        meter.samples(mb, logged, loss_W / args.batch_size, prefix)
+        rewards_N = torch.cat([chosen_W, rejected_W]).detach()
+        meter.mean(f"{prefix}rewards/mean", rewards_N.sum(), 2 * num_pairs)
+        meter.std(f"{prefix}rewards/std", rewards_N)
+        meter.min(f"{prefix}rewards/min", rewards_N.min())
+        meter.max(f"{prefix}rewards/max", rewards_N.max())
+    return loss_W.sum()
 
 
 @torch.no_grad()

@@ -44,21 +44,21 @@ def traced_pair() -> list[str]:
 
     def traced_loss(pairs, args):
         kept[:] = pairs.chosen_logps, pairs.rejected_logps
-        for logps_N in kept:
-            logps_N.retain_grad()
+        for logps_W in kept:
+            logps_W.retain_grad()
         refs = pairs.ref_chosen_logps, pairs.ref_rejected_logps
-        for text, logps_N, ref_N, ratio_N in zip(
+        for text, logps_W, ref_W, ratio_W in zip(
             SIDES, kept, refs, (pairs.lc, pairs.lr), strict=True
         ):
-            show("pi, pi_ref, l", text, [logps_N.item(), ref_N.item(), ratio_N.item()])
-        loss_N, terms = loss(pairs, args)
+            show("pi, pi_ref, l", text, [logps_W.item(), ref_W.item(), ratio_W.item()])
+        loss_W, terms = loss(pairs, args)
         z = args.beta * (pairs.lc - pairs.lr).item()
-        lines.append(f"z {z:.4f}, loss {loss_N.item():.4f}")
-        return loss_N, terms
+        lines.append(f"z {z:.4f}, loss {loss_W.item():.4f}")
+        return loss_W, terms
 
     def traced_optimizer_step(*given, **named):
-        for text, logps_N in zip(SIDES, kept, strict=True):
-            show("d L / d log pi", text, [logps_N.grad.item()])
+        for text, logps_W in zip(SIDES, kept, strict=True):
+            show("d L / d log pi", text, [logps_W.grad.item()])
         return optimizer_step(*given, **named)
 
     dpo.make_pairs, dpo.loss = traced_make_pairs, traced_loss

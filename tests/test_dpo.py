@@ -85,17 +85,17 @@ def test_stated_loss_equals_that_of_online_dpo(flags):
     args = dpo.Args(beta=0.3, **flags)
     logps = [-3.0, -5, -1], [-4.0, -2, -1], [-3.5, -4, -1], [-3.0, -3, -1]
     pairs = pairs_of(*logps, [3.0, 4, 1], [5.0, 2, 1])
-    loss_N, parts = dpo.loss(pairs, args)
-    assert torch.equal(loss_N, online_dpo.loss(pairs, online_dpo.Args(beta=0.3, **flags)))
-    assert loss_N[2].item() == math.log(2)
+    loss_W, parts = dpo.loss(pairs, args)
+    assert torch.equal(loss_W, online_dpo.loss(pairs, online_dpo.Args(beta=0.3, **flags)))
+    assert loss_W[2].item() == math.log(2)
     assert list(parts) == ["sigmoid"]
 
 
 def test_objectives_are_summed_with_their_weights():
     pairs = pairs_of([-3.0, -5], [-4.0, -2], [-3.5, -4], [-3.0, -3], [3.0, 4], [5.0, 2])
     args = dpo.Args(loss=("sigmoid", "ipo", "cpo"), loss_weights=(0.5, 2.0, 0.0))
-    loss_N, parts = dpo.loss(pairs, args)
-    expected_N = 0.5 * parts["sigmoid"] + 2 * parts["ipo"]
-    torch.testing.assert_close(loss_N, expected_N, rtol=1e-12, atol=0)
+    loss_W, parts = dpo.loss(pairs, args)
+    expected_W = 0.5 * parts["sigmoid"] + 2 * parts["ipo"]
+    torch.testing.assert_close(loss_W, expected_W, rtol=1e-12, atol=0)
     for name in parts:
         assert torch.equal(parts[name], dpo.loss(pairs, dpo.Args(loss=(name,)))[0])

@@ -74,7 +74,7 @@ def test_loss_and_gradient_equal_naive_code(referenced, sft_weight):
     args = Args(loss=("sigmoid", "sppo_hard"), loss_weights=(1.0, 0.3), beta=0.7,
                 sft_weight=sft_weight, label_smoothing=0.1)  # fmt: skip
     mb = mb.with_streams(ref_logprobs_T=ref_T) if referenced else mb
-    got_N = loss(make_pairs(mb, logprobs_T.requires_grad_()), args)
+    got_W = loss(make_pairs(mb, logprobs_T.requires_grad_()), args)
 
     trained = {
         n: [t for t in range(mb.offsets[n], mb.offsets[n + 1]) if mb.loss_mask_T[t]]
@@ -95,8 +95,8 @@ def test_loss_and_gradient_equal_naive_code(referenced, sft_weight):
             for t in trained[n]:
                 of_sft = sft_weight / nc if n == c else 0.0
                 slopes[t] = sign * slope + 0.3 * 2 * gap - of_sft
-    assert got_N.tolist() == pytest.approx(expected, rel=1e-9)
-    assert torch.autograd.grad(got_N.sum(), logprobs_T)[0].tolist() == pytest.approx(
+    assert got_W.tolist() == pytest.approx(expected, rel=1e-9)
+    assert torch.autograd.grad(got_W.sum(), logprobs_T)[0].tolist() == pytest.approx(
         slopes, rel=1e-9
     )
 

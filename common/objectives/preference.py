@@ -8,7 +8,7 @@ sigma the logistic function, and z = beta (f(lc) - f(lr)), where f (`f_slope`) d
 
 `READS` names the flags of each objective.
 
-Shapes: N pairs."""
+Shapes: W pairs."""
 
 import math
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ SIMPO_GAMMA = 0.5  # margin by which the chosen reward should exceed the rejecte
 
 @dataclass
 class Pairs:
-    """Inputs of the objectives for N pairs, [N] each, float64. Log-probs are sums over the
+    """Inputs of the objectives for W pairs, [W] each, float64. Log-probs are sums over the
     completion, in nats. Without a reference model its log-probs are 0."""
 
     chosen_logps: Tensor
@@ -97,7 +97,7 @@ PER_TOKEN = {"ipo", "sigmoid_norm", "simpo", "orpo"}  # implicit reward per toke
 def preference_loss(
     name: str, p: Pairs, *, beta: float, label_smoothing: float, f_divergence: FDivergence
 ) -> Tensor:
-    """Return the objective `name` of each pair, [N], float64. DPO's own, `sigmoid`, is in
+    """Return the objective `name` of each pair, [W], float64. DPO's own, `sigmoid`, is in
     dpo.py."""
     z = beta * (f_slope(p.lc, f_divergence) - f_slope(p.lr, f_divergence))
     rc = beta * p.lc
@@ -152,7 +152,7 @@ def _log_odds(mean_p: Tensor) -> Tensor:
 def implicit_rewards(name: str, pairs: Pairs, beta: float) -> tuple[Tensor, Tensor]:
     """Return the implicit rewards of chosen and rejected under the objective `name`: beta times the
     log-ratio to the reference, or beta times the log-prob for objectives without a reference;
-    divided by the length if the objective is per token. [N] each, without gradient."""
+    divided by the length if the objective is per token. [W] each, without gradient."""
     without = name in REFERENCE_FREE
     chosen = pairs.chosen_logps if without else pairs.lc
     rejected = pairs.rejected_logps if without else pairs.lr

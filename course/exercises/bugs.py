@@ -30,8 +30,8 @@ BUGS = [
     Bug(
         "bug_2",
         "dpo.py",
-        "x_2N[0::2], x_2N[1::2]",
-        "x_2N.chunk(2)",
+        "x_N[0::2], x_N[1::2]",
+        "x_N.chunk(2)",
         {
             "test_chosen_and_rejected_are_neighbours_in_a_pack": "look at what the loss compares",
         },

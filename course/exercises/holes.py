@@ -274,10 +274,10 @@ EXERCISES = [
     Exercise(
         "bradley_terry",
         "rm:loss",
-        ("centring_N = ... return",),
+        ("centring_W = ... return",),
         "Preference learning",
         """Bradley-Terry: P(chosen beats rejected) = sigmoid(r_c - r_r). Return the loss of each
-        pair, [N]: -log sigmoid(r_c - r_r - margin) + center_coefficient (r_c + r_r)^2. It must stay
+        pair, [W]: -log sigmoid(r_c - r_r - margin) + center_coefficient (r_c + r_r)^2. It must stay
         finite for differences of 10,000.""",
         {
             "test_reward_loss_falls_as_the_chosen_reward_rises": (
@@ -292,11 +292,11 @@ EXERCISES = [
             "tests/test_rm.py::test_bradley_terry_loss_equals_a_calculation_by_hand": GRADIENT,
         },
         (
-            {"chosen_N - rejected_N": "rejected_N - chosen_N"},
-            {"- margin_N": "+ margin_N"},
+            {"chosen_W - rejected_W": "rejected_W - chosen_W"},
+            {"- margin_W": "+ margin_W"},
             {
-                "-logsigmoid(chosen_N - rejected_N - margin_N)": (
-                    "-(chosen_N - rejected_N - margin_N).sigmoid().log()"
+                "-logsigmoid(chosen_W - rejected_W - margin_W)": (
+                    "-(chosen_W - rejected_W - margin_W).sigmoid().log()"
                 ),
             },
         ),
@@ -306,7 +306,7 @@ EXERCISES = [
         "dpo:loss",
         ("z = ... logsigmoid(-z)",),
         "Preference learning",
-        """DPO: z = beta (log pi(y_c)/ref(y_c) - log pi(y_r)/ref(y_r)) and L = -log sigmoid(z), [N].
+        """DPO: z = beta (log pi(y_c)/ref(y_c) - log pi(y_r)/ref(y_r)) and L = -log sigmoid(z), [W].
         pairs.lc and pairs.lr are the two log-ratios, each a sum over the tokens of a completion;
         f_slope(u, kind) is u by default.
         cDPO, with label smoothing e: a label is wrong with probability e, so L = -(1 - e) log
@@ -344,7 +344,7 @@ EXERCISES = [
         ("gap = p.lc ... (gap -",),
         "Preference learning",
         """IPO (arXiv:2310.12036) regresses the difference of log-ratios to a target: (h - 1 / (2
-        beta))^2, [N], with h = lc - lr. Here lc and lr are first divided by the lengths of chosen
+        beta))^2, [W], with h = lc - lr. Here lc and lr are first divided by the lengths of chosen
         and rejected.""",
         {
             "test_ipo_is_zero_at_its_target": "the minimum must be at h = 1 / (2 beta)",

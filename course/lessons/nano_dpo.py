@@ -9,7 +9,7 @@ before training:
     r(y) = beta log(pi(y) / pi_ref(y))            pi(y): product over the tokens of the completion
     L    = mean_pairs [ -log sigma(r(y_c) - r(y_r)) ]                                       loss()
 
-Shapes: N pairs; 2N sequences (all chosen ones, then all rejected ones) of L tokens; V vocabulary.
+Shapes: W pairs; N = 2W sequences (all chosen, then all rejected ones) of L tokens; V vocabulary.
 Position t of a log-prob or a mask is about token t + 1."""
 
 import argparse
@@ -49,7 +49,7 @@ def encode(tokenizer, prompt, completion):
 
 
 def completion_logps(model, samples):
-    """Return log pi(y) of each completion: the sum over its tokens, [2N]."""
+    """Return log pi(y) of each completion: the sum over its tokens, [N]."""
     # Padding is on the right: no token attends to it, and the mask leaves it out of the sum.
     ids_NL = pad_sequence([ids for ids, _ in samples], batch_first=True)
     mask_NL = pad_sequence([mask for _, mask in samples], batch_first=True)[:, 1:]
@@ -58,12 +58,12 @@ def completion_logps(model, samples):
     return (logprobs_NL * mask_NL).sum(1)
 
 
-def implicit_rewards(logps_2N, ref_logps_2N, beta):
-    return (beta * (logps_2N - ref_logps_2N)).chunk(2)
+def implicit_rewards(logps_N, ref_logps_N, beta):
+    return (beta * (logps_N - ref_logps_N)).chunk(2)
 
 
-def loss(chosen_N, rejected_N):
-    return -logsigmoid(chosen_N - rejected_N).mean()
+def loss(chosen_W, rejected_W):
+    return -logsigmoid(chosen_W - rejected_W).mean()
 
 
 def learning_rate(step, steps, peak):
@@ -81,10 +81,10 @@ def train(model, tokenizer, rows, steps=200, batch_size=64, lr=1e-3, beta=0.1):
         samples = [encode(tokenizer, row["prompt"], row["chosen"]) for row in batch]
         samples += [encode(tokenizer, row["prompt"], row["rejected"]) for row in batch]
         with torch.no_grad():
-            ref_logps_2N = completion_logps(reference, samples)
-        logps_2N = completion_logps(model, samples)
-        chosen_N, rejected_N = implicit_rewards(logps_2N, ref_logps_2N, beta)
-        step_loss = loss(chosen_N, rejected_N)
+            ref_logps_N = completion_logps(reference, samples)
+        logps_N = completion_logps(model, samples)
+        chosen_W, rejected_W = implicit_rewards(logps_N, ref_logps_N, beta)
+        step_loss = loss(chosen_W, rejected_W)
         step_loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.param_groups[0]["lr"] = learning_rate(step, steps, lr)
@@ -92,7 +92,7 @@ def train(model, tokenizer, rows, steps=200, batch_size=64, lr=1e-3, beta=0.1):
         optimizer.zero_grad()
         losses.append(step_loss.item())
         if step % 20 == 0 or step == steps - 1:
-            accuracy = (chosen_N > rejected_N).float().mean()
+            accuracy = (chosen_W > rejected_W).float().mean()
             print(f"step {step + 1}: loss {losses[-1]:.4f}, chosen preferred {accuracy:.2f}")
     return losses
 

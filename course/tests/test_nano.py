@@ -71,7 +71,7 @@ ERRORS = dict(
     dpo={
         MASK.format("samples", "1:"): MASK.format("samples", ":-1"),
         "copy.deepcopy(model)": "model",
-        " - ref_logps_2N)": ")",
+        " - ref_logps_N)": ")",
         "(logprobs_NL * mask_NL).sum(1)": "(logprobs_NL * mask_NL).sum(1) / mask_NL.sum(1)",
     },
     grpo={
