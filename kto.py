@@ -124,27 +124,27 @@ def label_of(row: dict) -> bool:
     return label in ("true", "1", "1.0")
 
 
-def with_mismatches(rows: Samples, args: Args, others: Samples | None = None) -> Samples:
+def with_mismatches(samples: Samples, args: Args, others: Samples | None = None) -> Samples:
     """Return [completion, mismatch] for each completion; for pairs, all desirable ones come first.
     A mismatch joins the prompt and the completion of the next row that has another prompt: its
     log-ratio estimates the KL. Rows with a single prompt take a completion of `others`.
     apo_zero_unpaired needs none: [completion] alone."""
-    per_row = len(rows[0]) if rows else 1  # a pair has two
+    per_row = len(samples[0]) if samples else 1  # a pair has two
     next_R: list[int | None] = []  # the next row with another prompt
     another = None  # a completion for rows with a single prompt
-    if rows and args.loss == "kto":
-        count = len(rows) * per_row
-        prompts = (completion_of(rows, i % count).prompt_ids for i in range(count + 1))
+    if samples and args.loss == "kto":
+        count = len(samples) * per_row
+        prompts = (completion_of(samples, i % count).prompt_ids for i in range(count + 1))
         next_R = next_differing([x != y for x, y in pairwise(prompts)])
         if next_R[0] is None:
-            another = completion_elsewhere(completion_of(rows, 0).prompt_ids, others or ())
-    make = partial(with_mismatch, rows, args, next_R, another)
-    return Samples(rows.rows * per_row, make)
+            another = completion_elsewhere(completion_of(samples, 0).prompt_ids, others or ())
+    make = partial(with_mismatch, samples, args, next_R, another)
+    return Samples(samples.rows * per_row, make)
 
 
-def completion_of(rows: Samples, i: int) -> Sample:
+def completion_of(samples: Samples, i: int) -> Sample:
     """Return completion i of all; for pairs, all desirable ones come first."""
-    return rows[i % len(rows)][i // len(rows)]
+    return samples[i % len(samples)][i // len(samples)]
 
 
 def completion_elsewhere(prompt_ids: list[int], others: Iterable[list[Sample]]) -> Sample:
@@ -157,13 +157,13 @@ def completion_elsewhere(prompt_ids: list[int], others: Iterable[list[Sample]]) 
 
 
 def with_mismatch(
-    rows: Samples, args: Args, next_R: list[int | None], another: Sample | None, i: int
+    samples: Samples, args: Args, next_R: list[int | None], another: Sample | None, i: int
 ) -> list[Sample]:
     """Return completion i and its mismatch, see `with_mismatches`."""
-    sample = completion_of(rows, i)
+    sample = completion_of(samples, i)
     if args.loss == "apo_zero_unpaired":
         return [sample]
-    other = another or completion_of(rows, next_R[i])
+    other = another or completion_of(samples, next_R[i])
     mask = bytes(sample.prompt_length) + other.loss_mask[other.prompt_length :]
     mismatch = Sample(sample.prompt_ids + other.completion_ids, mask)
     return [sample, truncate(mismatch, args.max_length)]
@@ -179,11 +179,11 @@ def next_differing(differs: list[bool]) -> list[int | None]:
     return found
 
 
-def describe_labels(rows: Samples, args: Args) -> list[str]:
+def describe_labels(samples: Samples, args: Args) -> list[str]:
     """Return a line if the labels are so unbalanced that their weights should differ: desirable
     weight x rows should be 1 to 4/3 times undesirable weight x rows (arXiv:2402.01306). Raises
     `ValueError` unless the rows have both labels."""
-    labels = [sample.row["label"] for sample in chain.from_iterable(rows)]
+    labels = [sample.row["label"] for sample in chain.from_iterable(samples)]
     desirable = labels.count(True)
     undesirable = labels.count(False)
     if not (desirable and undesirable):
