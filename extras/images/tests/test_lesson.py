@@ -1,4 +1,4 @@
-"""The data of lesson 13 and the numbers of its page."""
+"""The data of lesson 12 and the numbers of its page."""
 
 import random
 import re
@@ -7,8 +7,8 @@ import runpy
 import pytest
 from helpers import ROOT
 
-LESSON = runpy.run_path(str(ROOT / "course/lessons/13_images.py"))
-PAGE = " ".join((ROOT / "course/lessons/13_images.md").read_text(encoding="utf-8").split())
+LESSON = runpy.run_path(str(ROOT / "course/lessons/12_images.py"))
+PAGE = " ".join((ROOT / "course/lessons/12_images.md").read_text(encoding="utf-8").split())
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def data(tmp_path_factory):
 
 
 def test_page_has_lines_of_the_tower():
-    page = (ROOT / "course/lessons/13_images.md").read_text(encoding="utf-8")
+    page = (ROOT / "course/lessons/12_images.md").read_text(encoding="utf-8")
     code = page.split("```python\n")[1].split("```")[0]
     source = (ROOT / "extras/images/tower.py").read_text(encoding="utf-8")
     assert [line for line in code.splitlines() if f" {line}\n" not in source] == []

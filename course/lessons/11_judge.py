@@ -1,7 +1,7 @@
-"""Data of lesson 12: questions to a judge, with their answers yes or no.
+"""Data of lesson 11: questions to a judge, with their answers yes or no.
 
-    python course/lessons/12_judge.py runs/course/12/data
-    python course/lessons/12_judge.py runs/course/12/data runs/course/12/judge/hf  # after training
+    python course/lessons/11_judge.py runs/course/11/data
+    python course/lessons/11_judge.py runs/course/11/data runs/course/11/judge/hf  # after training
 
 A question is a prompt of the task arithmetic with an answer, `133+9=142`. Half of the answers are
 right. The wrong ones are malformed: a digit too many or too few, or a sign in place of a digit.

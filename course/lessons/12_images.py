@@ -1,8 +1,8 @@
-"""Data of lesson 13, and the way of one picture into the model.
+"""Data of lesson 12, and the way of one picture into the model.
 
-    python course/lessons/13_images.py runs/course/13/data
-    python course/lessons/13_images.py runs/course/13/data tiny-images    # ids, patches, shapes
-    python course/lessons/13_images.py runs/course/13/data runs/course/13/right/hf
+    python course/lessons/12_images.py runs/course/12/data
+    python course/lessons/12_images.py runs/course/12/data tiny-images    # ids, patches, shapes
+    python course/lessons/12_images.py runs/course/12/data runs/course/12/right/hf
 
 right.jsonl has the training rows of the task squares; swapped.jsonl has the same rows with pictures
 of other rows; test.jsonl and test_swapped.jsonl are the same for held-out rows. The first command

@@ -1,6 +1,6 @@
-"""Data of lesson 11: the task arithmetic, for a model that reads hints.
+"""Data of lesson 10: the task arithmetic, for a model that reads hints.
 
-    python course/lessons/11_hints.py runs/course/11/data
+    python course/lessons/10_hints.py runs/course/10/data
 
 sft.jsonl has each question twice: alone with the answer of the demonstrator, and behind a hint and
 `;`, with the hint as its completion. A hint is the right answer, with up to two checks: `132?132`.

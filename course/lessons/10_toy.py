@@ -1,6 +1,6 @@
 """The divergences of distill.py between a teacher with two modes and a student that can have one.
 
-    python course/lessons/11_toy.py
+    python course/lessons/10_toy.py
 
 A distribution has 21 tokens in a row. The teacher puts two bumps on it, the student one:
 softmax(-(x - mean)^2 / (2 width^2)). Gradient descent on mean and width starts from many places."""
