@@ -12,6 +12,7 @@ SCRIPTS = {  # files by name
     if path.stem == "demo" or (ROOT / "docs" / path.stem).with_suffix(".md").is_file()
 }
 ALGORITHMS = [name for name in SCRIPTS if name != "demo"]
+TRAINING = [name for name in ALGORITHMS if name != "eval"]
 
 
 def all_flags() -> set[str]:

@@ -19,10 +19,12 @@ from helpers import (
     of_each_step,
     read_rows,
     samples,
+    write,
     write_rows,
 )
 from in_process import talkative, words, write_teacher
 from processes import run, run_and_kill
+from scripts import TRAINING
 from text.chats import END, HEAD, loop, said, turn
 
 import ppo
@@ -32,56 +34,31 @@ from common.train.checkpoint import export_hf
 
 pytestmark = pytest.mark.slow
 
-STEPS = "--max_steps 2 --save_every 1 --keep_last 2 --lr_schedule constant --warmup_steps 0".split()
+STEPS = (
+    "--max_steps", 2, "--save_every", 1, "--keep_last", 2, "--lr_schedule", "constant",
+    "--warmup_steps", 0,
+)  # fmt: skip
 ROWS = ("--batch_size", 8, "--eval_every", 2, "--eval_size", 7, "--lr", 1e-3)
 SAMPLED = (
-    "--engine", "transformers", "--reward", "digits", "--minibatches", 2, "--max_new_tokens", 12,
+    "--engine", "transformers", "--minibatches", 2, "--max_new_tokens", 12,
     "--eval_every", 0, "--max_logprob_difference", 1e-4, "--lr", 1e-4,
     "--prompts_per_step", 8, "--samples_per_prompt", 3,
 )  # fmt: skip
 GROUPED = ("--share_prefix", 1)
 PENALTY = ("--missing_eos_penalty", 0.1)
-
-# Everything at once: the gradient of the sum depends on the packing if that of one part does.
-# The words `pairs`, `short`, `digits` and others stand for files of the fixture `flags`.
-SCRIPTS = dict(
-    sft=(*ROWS, *GROUPED, "--loss", "dft", "--dataset", "short:2", "long:1", "chats:2",
-         "--eval_dataset", "chats", "long", "one", "--prompt_format", "chat", "--chat_template",
-         "rewriting"),
-    dpo=(*ROWS, *GROUPED, "--dataset", "pairs", "--loss", "sigmoid", "ipo", "cpo", "--sft_weight",
-         0.5, "--label_smoothing", 0.1, "--beta", 0.5, "--reference_model", "tiny"),
-    kto=(*ROWS, "--dataset", "pairs", "--beta", 0.5, "--desirable_weight", 1.5),
-    rm=(*ROWS, *GROUPED, "--dataset", "pairs", "--lr", 1e-4, "--center_coefficient", 0.01),
-    grpo=(*SAMPLED, *GROUPED, *PENALTY, "--reward", "digits", "first", "--reward_weights", 1, 0.5,
-          "--advantage", "group_mean_batch_std", "--reduction", "sequence", "--beta", 0.05,
-          "--entropy_coef", 0.01, "--clip_low", 0.001, "--clip_high", 0.001, "--loss", "gmpo",
-          "--top_p", 0.9, "--top_k", 20),
-    dapo=(*SAMPLED, *GROUPED, *PENALTY, "--reward", "longer", "--overlong_buffer", 0.5,
-          "--mask_truncated", "--correction", "sequence_mask", "--log_kl", "--model", "talkative"),
-    reinforce=(*SAMPLED, *GROUPED, *PENALTY, "--preset", "reinforce++", "--entropy_coef", 0.01,
-               "--correction", "sequence"),
-    rloo=(*SAMPLED, *GROUPED, *PENALTY, "--beta", 0.05),
-    ppo=(*SAMPLED, *GROUPED, *PENALTY, "--samples_per_prompt", 2, "--value_lr", 3e-4,
-         "--value_warmup_steps", 1, "--beta", 0.05, "--max_steps", 3,
-         "--reward", "digits", "scorer", "--value_model", "rm"),
-    online_dpo=(*SAMPLED, *GROUPED, *PENALTY, "--epochs_per_rollout", 2, "--loss", "sigmoid", "ipo",
-                "--loss_weights", 1, 0.01, "--sft_weight", 0.1),
-    bok=(*SAMPLED, *GROUPED, *PENALTY, "--keep", 2, "--beta", 0.3),
-    distill=(*SAMPLED, *GROUPED, "--teacher", "usual=other", "rare=same", "--teacher_column",
-             "domain", "--dataset", "domains", "--on_policy_fraction", 0.5, "--sft_weight", 0.2,
-             "--prompts_per_step", 16, "--divergence", "jsd", "--epochs_per_rollout", 2,
-             "--temperature", 0.8),
-    self_distill=(*SAMPLED, "--samples_per_prompt", 4, "--hint", "sibling", "--hint_template",
-                  "{hint};{prompt}", "--epochs_per_rollout", 2, "--temperature", 0.8, "--lr", 1e-3,
-                  "--reward", "longer", "--model", "talkative"),
-)  # fmt: skip
 # Metrics that show that a part has an effect.
 ACTIVE = dict(
-    kto="kl", grpo="kl clip_ratio/region_mean", dapo="kl dynamic_sampling/unequal_fraction",
-    reinforce="kl", rloo="kl", ppo="objective/kl value_loss rewards/model/mean", online_dpo="kl",
-    bok="kl kept/fraction", distill="data/reverse_kl data/cross_entropy reverse_kl",
-    self_distill="hints/used",
-)  # fmt: skip
+    kto=["kl"],
+    grpo=["kl", "clip_ratio/region_mean"],
+    dapo=["kl", "dynamic_sampling/unequal_fraction"],
+    reinforce=["kl"],
+    rloo=["kl"],
+    ppo=["objective/kl", "value_loss", "rewards/model/mean"],
+    online_dpo=["kl"],
+    bok=["kl", "kept/fraction"],
+    distill=["data/reverse_kl", "data/cross_entropy", "reverse_kl"],
+    self_distill=["hints/used"],
+)
 OTHER_PACKS = ("--pack_tokens", 60)  # of a longest sequence of 26 tokens
 PACKS = dict(
     sft=("--pack_tokens", 2048, "--max_length", 2048),
@@ -103,43 +80,63 @@ def conversation(rng: random.Random) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def files(small, sums, pairs, reward_file, device, tmp_path_factory) -> dict[str, str]:
-    """Files for all scripts: data of very different lengths, so that a wrong denominator shows;
-    rewards that vary among the completions of an untrained model; and teachers."""
-    rng, folder = random.Random(0), tmp_path_factory.mktemp("files")
+def flags(small, sums, pairs, reward_file, device, tmp_path_factory) -> Callable[[str], tuple]:
+    """Return the flags of a script: everything at once, because the gradient of a sum depends on
+    the packing if that of one part does."""
+    folder, rng, same = tmp_path_factory.mktemp("files"), random.Random(0), small[1]
+    # Rows of very different lengths, so that a wrong denominator shows.
     lengths = sorted(rng.randint(1, 40) for _ in range(60))
     rows = [dict(question=words(rng, 3), answer=words(rng, n)) for n in lengths]
-    some_sums = read_rows(sums)
-    data = dict(
-        short=rows[:20], long=rows[20:], one=rows[:1],  # `one` has fewer rows than ranks
-        chats=[row | dict(answer=conversation(rng)) for row in rows[:20]],
-        domains=[row | dict(domain=("usual", "rare")[i % 5 == 0]) for i, row in
-                 enumerate(some_sums)],
+    dialogues = [row | dict(answer=conversation(rng)) for row in rows[:20]]
+    of_domains = [
+        row | dict(domain="rare" if i % 5 == 0 else "usual")
+        for i, row in enumerate(read_rows(sums))
+    ]
+    short = write_rows(folder / "short.jsonl", rows[:20])
+    long = write_rows(folder / "long.jsonl", rows[20:])
+    one = write_rows(folder / "one.jsonl", rows[:1])  # fewer rows than ranks
+    chats = write_rows(folder / "chats.jsonl", dialogues)
+    domains = write_rows(folder / "domains.jsonl", of_domains)
+    rewriting = write(folder / "rewriting.jinja", REWRITING)
+    # Models. Rewards vary among the completions of an untrained one.
+    other = write_teacher(folder / "other")
+    brief = talkative(folder / "talkative", same)
+    scorer = load_scalar_model(str(same), ppo.Args(), device)
+    export_hf(scorer, load_tokenizer(str(same)), folder / "rm")
+    digits, first, longer = (f"{reward_file}:{name}" for name in ("digits", "first", "longer"))
+
+    table = dict(
+        sft=(*ROWS, *GROUPED, "--loss", "dft", "--dataset", f"{short}:2", f"{long}:1",
+             f"{chats}:2", "--eval_dataset", chats, long, one, "--prompt_format", "chat",
+             "--chat_template", rewriting),
+        dpo=(*ROWS, *GROUPED, "--dataset", pairs, "--loss", "sigmoid", "ipo", "cpo", "--sft_weight",
+             0.5, "--label_smoothing", 0.1, "--beta", 0.5, "--reference_model", "tiny"),
+        kto=(*ROWS, "--dataset", pairs, "--beta", 0.5, "--desirable_weight", 1.5),
+        rm=(*ROWS, *GROUPED, "--dataset", pairs, "--lr", 1e-4, "--center_coefficient", 0.01),
+        grpo=(*SAMPLED, *GROUPED, *PENALTY, "--reward", digits, first, "--reward_weights", 1, 0.5,
+              "--advantage", "group_mean_batch_std", "--reduction", "sequence", "--beta", 0.05,
+              "--entropy_coef", 0.01, "--clip_low", 0.001, "--clip_high", 0.001, "--loss", "gmpo",
+              "--top_p", 0.9, "--top_k", 20),
+        dapo=(*SAMPLED, *GROUPED, *PENALTY, "--reward", longer, "--overlong_buffer", 0.5,
+              "--mask_truncated", "--correction", "sequence_mask", "--log_kl", "--model", brief),
+        reinforce=(*SAMPLED, *GROUPED, *PENALTY, "--reward", digits, "--preset", "reinforce++",
+                   "--entropy_coef", 0.01, "--correction", "sequence"),
+        rloo=(*SAMPLED, *GROUPED, *PENALTY, "--reward", digits, "--beta", 0.05),
+        ppo=(*SAMPLED, *GROUPED, *PENALTY, "--samples_per_prompt", 2, "--value_lr", 3e-4,
+             "--value_warmup_steps", 1, "--beta", 0.05, "--max_steps", 3,
+             "--reward", digits, f"model:{folder / 'rm'}", "--value_model", folder / "rm"),
+        online_dpo=(*SAMPLED, *GROUPED, *PENALTY, "--reward", digits, "--epochs_per_rollout", 2,
+                    "--loss", "sigmoid", "ipo", "--loss_weights", 1, 0.01, "--sft_weight", 0.1),
+        bok=(*SAMPLED, *GROUPED, *PENALTY, "--reward", digits, "--keep", 2, "--beta", 0.3),
+        distill=(*SAMPLED, *GROUPED, "--reward", digits, "--teacher", f"usual={other}",
+                 f"rare={same}", "--teacher_column", "domain", "--dataset", domains,
+                 "--on_policy_fraction", 0.5, "--sft_weight", 0.2, "--prompts_per_step", 16,
+                 "--divergence", "jsd", "--epochs_per_rollout", 2, "--temperature", 0.8),
+        self_distill=(*SAMPLED, "--samples_per_prompt", 4, "--hint", "sibling", "--hint_template",
+                      "{hint};{prompt}", "--epochs_per_rollout", 2, "--temperature", 0.8,
+                      "--lr", 1e-3, "--reward", longer, "--model", brief),
     )  # fmt: skip
-    for name, lines in data.items():
-        write_rows(folder / f"{name}.jsonl", lines)
-    named = {name: f"{folder / name}.jsonl" for name in data}
-    (folder / "rewriting.jinja").write_text(REWRITING)
-    named["rewriting"] = str(folder / "rewriting.jinja")
-    named |= {name: f"{reward_file}:{name}" for name in ("digits", "first", "longer")}
-    models = dict(pairs=pairs, other=write_teacher(folder / "other"), same=small[1],
-                  talkative=talkative(folder / "talkative", small[1]))  # fmt: skip
-    scorer = load_scalar_model(str(small[1]), ppo.Args(), device)
-    export_hf(scorer, load_tokenizer(str(small[1])), folder / "rm")
-    models["rm"], named["scorer"] = folder / "rm", f"model:{folder / 'rm'}"
-    return named | {name: str(path) for name, path in models.items()}
-
-
-@pytest.fixture(scope="module")
-def flags(small, files) -> Callable[[str], tuple]:
-    """Return the flags of a script. Words that stand for a file become its path."""
-
-    def named(word: object) -> object:
-        head, equals, tail = str(word).partition("=")
-        name, colon, weight = (tail or head).partition(":")
-        return f"{head}=" * bool(equals) + files[name] + colon + weight if name in files else word
-
-    return lambda script: (*small, *STEPS, *map(named, SCRIPTS[script]))
+    return lambda script: (*small, *STEPS, *table[script])
 
 
 @pytest.fixture(scope="module")
@@ -158,18 +155,18 @@ def two_ranks(ranks) -> Callable[[str], Path]:
     return partial(ranks, 2)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", TRAINING)
 def test_gradient_does_not_depend_on_ranks_or_packing_and_resume_is_exact(
     script, ranks, flags, main, tmp_path
 ):
     """A run on four ranks and one on one rank, with other packs and without shared prefixes, have
     the same metrics. A copy of the second then resumes before its last step."""
-    whole = ("--share_prefix", 0) if "--share_prefix" in SCRIPTS[script] else ()
+    whole = ("--share_prefix", 0) if "--share_prefix" in flags(script) else ()
     own = (*flags(script), *PACKS.get(script, OTHER_PACKS), *whole)
     main(script, *own, "--output_dir", tmp_path / "one")
     one = tmp_path / "one"
     assert_equal_runs(ranks(4, script), one)
-    for name in ACTIVE.get(script, "").split():
+    for name in ACTIVE.get(script, ()):
         assert any(line.get(name) for line in metrics(one)), name
     if script in ("reinforce", "rloo", "bok"):
         assert abs(metrics(one)[0]["kl"]) < 1e-6, "the policy starts at the reference"

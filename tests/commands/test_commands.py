@@ -15,7 +15,7 @@ from commands.shell import Shell, like, makers, short
 from commands.stand_ins import HUB, LOCAL_MODELS, MODELS, THINKING
 from helpers import ROOT, metrics
 from processes import finished
-from scripts import ALGORITHMS
+from scripts import ALGORITHMS, TRAINING
 
 from common.config.groups import BUILT_IN_MODELS
 
@@ -32,7 +32,6 @@ CANNOT = {
     r"lesson\.py 6 --store|mark\.py --check|one_step\.py": "takes minutes: make course-test",
 }
 RUNS = [x for x in COMMANDS if not any(re.search(pattern, x.text) for pattern in CANNOT)]
-TRAIN = {*ALGORITHMS} - {"eval"}
 
 
 def identity(command: Command) -> str:
@@ -64,7 +63,7 @@ def test_command(command, shell):
     script, output = like(command), folder / command.output_dir
     if "--dry_run" in command.words:
         return
-    if script in TRAIN:
+    if script in TRAINING:
         look_at_training(output, done.stdout, sampled="stored" not in command.words)
     elif script == "eval":
         results = json.loads(next(output.rglob("results.json")).read_text())

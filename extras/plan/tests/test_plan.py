@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import ROOT
-from scripts import ALGORITHMS
+from scripts import TRAINING
 from transformers import AttentionInterface, Qwen3Config
 
 import grpo
@@ -72,7 +72,7 @@ def dry(main, capsys):
     return dry
 
 
-@pytest.mark.parametrize("script", [s for s in ALGORITHMS if s != "eval"])
+@pytest.mark.parametrize("script", TRAINING)
 def test_dry_run_needs_no_weights_and_leaves_no_files(script, dry, sums, tmp_path):
     ignored = shutil.ignore_patterns("*.safetensors")
     model = shutil.copytree(tiny_model(), tmp_path / "model", ignore=ignored)
