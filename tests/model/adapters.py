@@ -26,10 +26,6 @@ MODELS = ARCHITECTURES | dict(
 )
 
 
-def adapters(model) -> dict[str, torch.Tensor]:
-    return {name: whole(p.detach()) for name, p in model.hf.named_parameters() if ".lora_" in name}
-
-
 @torch.no_grad()
 def move(model, seed: int = 5):
     """Change the trained parameters as training would, so that B is not zero."""

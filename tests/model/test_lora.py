@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from helpers import assert_close_metrics, assert_resumes_exactly, metrics
-from model.adapters import ARGS, MODELS, adapters, assert_same_weights_everywhere, logprobs, move
+from model.adapters import ARGS, MODELS, assert_same_weights_everywhere, logprobs, move
 from model.checkpoints import hf_model, samples, separate, write_checkpoint
 from processes import run
 from safetensors.torch import load_file, save_file
@@ -30,6 +30,10 @@ from common.train.checkpoint import Checkpointer, export_hf
 from common.train.optim import adamw, optimizer_step
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+def adapters(model) -> dict[str, torch.Tensor]:
+    return {name: whole(p.detach()) for name, p in model.hf.named_parameters() if ".lora_" in name}
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,6 @@ def groups(*texts_of_groups) -> list[list[Sample]]:
     ]
 
 
-def user_file(tmp_path, code: str):
-    (tmp_path / "mine.py").write_text(code)
-    return tmp_path / "mine.py"
-
-
 # ---- thoughts ----
 
 RIGHT = r"\boxed{18}"

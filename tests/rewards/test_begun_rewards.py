@@ -7,12 +7,13 @@ import threading
 
 import pytest
 import torch
+from helpers import write
 from in_process import Args
 from processes import alive, descendants, run, until
 
 from common.metrics.meter import Meter
 from common.rewards.total import Rewards
-from tests.rewards.scored import ROW, groups, make, user_file
+from tests.rewards.scored import ROW, groups, make
 
 CODE = """
 import os
@@ -49,7 +50,7 @@ def scored(rewards, batch) -> tuple:
 def test_begun_rewards_equal_synchronous_rewards(tmp_path):
     """Rewards are collected in any order, in parts, by other threads, partly never, and beside
     groups of another size."""
-    file = user_file(tmp_path, CODE)
+    file = write(tmp_path / "mine.py", CODE)
     args = Args(
         reward=(f"{file}:each", "gsm8k", f"{file}:rank"), max_reward_errors=1, reward_timeout=1
     )
@@ -73,7 +74,7 @@ def test_collecting_waits_only_for_the_given_groups(tmp_path):
         dict(here=str(tmp_path / f"here{i}"), open=str(tmp_path / f"open{i}"), _source="a:1")
         for i in range(2)
     ]
-    rewards = make((f"{user_file(tmp_path, CODE)}:at_gate",), rows=rows)
+    rewards = make((f"{write(tmp_path / 'mine.py', CODE)}:at_gate",), rows=rows)
     first, second = groups(["1"], ["2"])
     first[0].row, second[0].row = rows
     begin(rewards, 0, first)
@@ -118,7 +119,7 @@ raise distributed.RunError("over")
 @pytest.mark.slow
 def test_run_ends_while_rewards_are_computed(tmp_path):
     """No process is left, and the run does not wait for pending rewards."""
-    function = f"{user_file(tmp_path, CODE)}:at_gate"
+    function = f"{write(tmp_path / 'mine.py', CODE)}:at_gate"
     done = run(1, RUN, function, tmp_path / "began", code=1)
     assert done.stderr == "error: over\n"
     until(lambda: not any(alive(int(pid)) for pid in done.stdout.split()))
@@ -126,7 +127,7 @@ def test_run_ends_while_rewards_are_computed(tmp_path):
 
 def test_threads_and_processes_end_with_their_owner(tmp_path):
     threads, processes = set(threading.enumerate()), set(descendants(os.getpid()))
-    rewards = make((f"{user_file(tmp_path, CODE)}:each", "math"))
+    rewards = make((f"{write(tmp_path / 'mine.py', CODE)}:each", "math"))
     assert rewards.wait(groups(["abc", "d"]), Meter())[1]["each"].tolist() == [[3, 1]]
     assert set(threading.enumerate()) - threads and set(descendants(os.getpid())) - processes
     del rewards

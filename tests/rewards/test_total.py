@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from helpers import write
 from in_process import Args
 
 from common.metrics.meter import Meter
@@ -13,7 +14,7 @@ from common.packs.sample import Completion
 from common.parallel.distributed import RunError
 from common.rewards.functions import REWARDS
 from common.rewards.registry import BUILT_IN, load_reward, row_check
-from tests.rewards.scored import ROW, groups, make, user_file
+from tests.rewards.scored import ROW, groups, make
 
 # ---- several rewards at once ----
 
@@ -34,7 +35,7 @@ def odd(completion, row):
     odd = {"nan": float("nan"), "inf": 10**400, "text": "x", "large": -1e308}
     return odd.get(completion, 1.0)
 """
-    names, meter = (f"{user_file(tmp_path, code)}:odd", "format"), Meter()
+    names, meter = (f"{write(tmp_path / 'mine.py', code)}:odd", "format"), Meter()
     batch = groups(["raise", "nan", "inf", "text", "large", "fine", "#### 1"])
     total, parts, _ = make(names, max_errors=0.5).wait(batch, meter)
     assert total[0].isnan().tolist() == parts["odd"][0].isnan().tolist() == [True] * 5 + [False] * 2
@@ -47,7 +48,7 @@ def odd(completion, row):
 
 def test_first_failed_reward_is_said_once(tmp_path, capsys):
     code = "def fails(completion, row): return 1 / len(completion)"
-    rewards = make((f"{user_file(tmp_path, code)}:fails",), max_errors=0.5)
+    rewards = make((f"{write(tmp_path / 'mine.py', code)}:fails",), max_errors=0.5)
     for _ in range(2):
         rewards.wait(groups(["a", "b", ""]), Meter())
     said = capsys.readouterr().out
@@ -58,7 +59,7 @@ def test_first_failed_reward_is_said_once(tmp_path, capsys):
 def test_failed_rewards_are_a_fraction_of_those_of_the_step(tmp_path):
     """dapo.py may draw a few prompts more, of which one fails; a step ends with `reduce`."""
     code = "def fails(completion, row): return 1 / len(completion)"
-    rewards, meter = make((f"{user_file(tmp_path, code)}:fails",), max_errors=0.1), Meter()
+    rewards, meter = make((f"{write(tmp_path / 'mine.py', code)}:fails",), max_errors=0.1), Meter()
     rewards.wait(groups(["a"] * 18), meter)
     rewards.wait(groups(["", "b"]), meter)
     with pytest.raises(RunError, match="3 of 22 rewards"):
@@ -70,7 +71,7 @@ def test_failed_rewards_are_a_fraction_of_those_of_the_step(tmp_path):
 
 def test_none_is_excluded_from_the_sum_and_is_no_error(tmp_path):
     code = "def some(text, row): return None if text == 'skip' else len(text) + len(row['answer'])"
-    names, meter = (f"{user_file(tmp_path, code)}:some", "format"), Meter()
+    names, meter = (f"{write(tmp_path / 'mine.py', code)}:some", "format"), Meter()
     total, parts, _ = make(names, weights=(1.0, -1.0)).wait(
         groups(["skip", "abc", "#### 1"]), meter
     )
@@ -92,7 +93,8 @@ def rank(completions, row, ids):
 """
     batch = groups(["aaa", "a"], ["b", "bb"])
     batch[1][0].ids, batch[1][0].loss_mask = [1, 2, 3], [False, True, True]
-    total, parts, _ = make((f"{user_file(tmp_path, code)}:rank", "format")).wait(batch, Meter())
+    names = (f"{write(tmp_path / 'mine.py', code)}:rank", "format")
+    total, parts, _ = make(names).wait(batch, Meter())
     assert parts["rank"].tolist() == total.tolist() == [[11, 10], [20, 11]]
 
 
@@ -102,7 +104,8 @@ def test_reward_function_gets_the_sampled_ids_of_all_turns_and_branches(tmp_path
     mask = [False, True, False, True]  # a prompt, and an answer of the environment
     batch[0][0].ids, batch[0][0].loss_mask = [1, 3, 4, 2], mask
     batch[0][0].branches = [Completion(ids=[5, 6], loss_mask=[False, True])]
-    assert make((f"{user_file(tmp_path, code)}:f",)).wait(batch, Meter())[0].tolist() == [[6, 1]]
+    rewards = make((f"{write(tmp_path / 'mine.py', code)}:f",))
+    assert rewards.wait(batch, Meter())[0].tolist() == [[6, 1]]
 
 
 FORMS = """
@@ -141,7 +144,7 @@ NO_RESULTS = {
 
 
 def test_common_forms_of_a_result_are_read(tmp_path):
-    file = user_file(tmp_path, FORMS)
+    file = write(tmp_path / "mine.py", FORMS)
     total, _, numbers = make((f"{file}:one",)).wait(groups(RESULTS), Meter())
     assert total[0].tolist() == [0.5] * len(RESULTS)
     words = [7 if "7" in text else 1 if "': True" in text else math.nan for text in RESULTS]
@@ -152,7 +155,7 @@ def test_common_forms_of_a_result_are_read(tmp_path):
 
 
 def test_other_results_are_refused_in_a_line_that_says_what_came(tmp_path):
-    rewards = make((f"{user_file(tmp_path, FORMS)}:one",))
+    rewards = make((f"{write(tmp_path / 'mine.py', FORMS)}:one",))
     for text, words in NO_RESULTS.items():
         with pytest.raises(RunError, match=f"one on .*: TypeError: returned {re.escape(words)}"):
             rewards.wait(groups([text]), Meter())
@@ -174,7 +177,7 @@ def f(completions, row):
     values = {"fine": [1, None], "short": [1], "odd": [1, "x"], **wrong}
     return values[completions[0]]
 """
-    names = (f"{user_file(tmp_path, code)}:f",)
+    names = (f"{write(tmp_path / 'mine.py', code)}:f",)
     texts = ("fine", "odd", "short", "number", "dict", "raise")
     meter = Meter()
     total, _, _ = make(names, max_errors=0.9).wait(groups(*([text, ""] for text in texts)), meter)
@@ -199,7 +202,7 @@ import asyncio
     while completions[0] == 'late': {wait}
     return [1] * 3
 """
-    rewards = make((f"{user_file(tmp_path, code)}:f",), max_errors=0.5, seconds=0.5)
+    rewards = make((f"{write(tmp_path / 'mine.py', code)}:f",), max_errors=0.5, seconds=0.5)
     meter = Meter()
     total, _, _ = rewards.wait(groups(["a", "", ""], ["late", "", ""]), meter)
     assert total[0].tolist() == [1, 1, 1] and total[1].isnan().all()
@@ -219,7 +222,7 @@ def f(completion, row):
 
 
 def test_metrics_of_a_reward_are_means_over_the_completions_that_have_them(tmp_path):
-    names, meter = (f"{user_file(tmp_path, NUMBERS)}:f",), Meter()
+    names, meter = (f"{write(tmp_path / 'mine.py', NUMBERS)}:f",), Meter()
     total, _, numbers = make(names, max_errors=0.5).wait(
         groups(["a b c", "none"], ["a", "bad"]), meter
     )
@@ -244,7 +247,7 @@ def f(completion, row):
     return 0.5, dict(words=1, feedback="too short") if completion == "a" else {}
 """
     made = groups(["a", "b"])
-    total, _, numbers = make((f"{user_file(tmp_path, source)}:f",)).wait(made, Meter())
+    total, _, numbers = make((f"{write(tmp_path / 'mine.py', source)}:f",)).wait(made, Meter())
     assert total.tolist() == [[0.5, 0.5]] and list(numbers) == ["f/words"]
     assert [sample.feedback for sample in made[0]] == ["too short", ""]
 
@@ -252,7 +255,7 @@ def f(completion, row):
 def test_exception_in_a_user_check_is_bad_input(tmp_path):
     code = "def f(completion, row): return 1.0\ndef check(row): row['gone']\nf.check = check\n"
     with pytest.raises(ValueError, match=r"rows.jsonl:1: 'gone' \(--reward .*:f\)"):
-        row_check(Args(reward=(f"{user_file(tmp_path, code)}:f",)))(ROW)
+        row_check(Args(reward=(f"{write(tmp_path / 'mine.py', code)}:f",)))(ROW)
 
 
 @pytest.mark.slow
@@ -268,7 +271,7 @@ async def meet(completion, row):
     if completion == "late": await asyncio.sleep(9999)
     return 1.0
 """
-    rewards = make((f"{user_file(tmp_path, code)}:meet",), max_errors=0.5, seconds=1)
+    rewards = make((f"{write(tmp_path / 'mine.py', code)}:meet",), max_errors=0.5, seconds=1)
     total, _, _ = rewards.wait(groups(["a", "late", "b"]), meter := Meter())
     assert total[0, [0, 2]].tolist() == [1, 1] and total[0, 1].isnan()
     assert meter.reduce() == {"reward/error_fraction": 1 / 3, "reward/timeout_fraction": 1 / 3}
@@ -335,7 +338,7 @@ def test_rank_without_groups_returns_empty_rewards():
 
 def test_bad_names_are_refused(tmp_path):
     with_columns = "\ndef f(completion, row): return 1.0\nf.columns = 'answer'\n"
-    file = user_file(tmp_path, f"x = 1{with_columns}")
+    file = write(tmp_path / "mine.py", f"x = 1{with_columns}")
     broken = tmp_path / "broken.py"
     broken.write_text("import nothing_of_this_name\n")
     for name, what in (
