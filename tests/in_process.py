@@ -15,16 +15,14 @@ import pytest
 import torch
 from helpers import write_rows
 from hypothesis import settings
-from processes import last
+from processes import IN_TESTS, last
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.config.online import OnlineArgs
 from common.config.parse import parse
-from common.metrics.logger import RunLogger
 from common.model.tiny import tiny_model
-from common.parallel import distributed, process
+from common.parallel import distributed
 from common.text.tasks import arithmetic_rows
-from common.train import run
 
 REWARD = '''
 def digits(completion, row):
@@ -66,28 +64,20 @@ def device() -> Iterator[torch.device]:
     distributed.cleanup()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_fsync() -> Iterator[None]:
-    """Skip fsync, which takes a fifth of a short run's time (preload.py does it in ranks)."""
-    with mock.patch("os.fsync", lambda _: None):
-        yield
-
-
 @pytest.fixture(scope="session")
 def main(device) -> Callable[..., None]:
     """`main("sft", *flags)` runs a script in this process."""
 
     def run_main(script: str, *flags: object) -> None:
         module = importlib.import_module(script)
-        with (
-            mock.patch.object(distributed, "setup", lambda *_, **__: (device, 0, 1)),
-            mock.patch.object(distributed, "cleanup", lambda: None),
-            mock.patch.object(process, "note_signals", lambda: None),
-            mock.patch.object(RunLogger, "draw_curves", lambda _: None),  # see preload.py
-            mock.patch("common.evaluate.checkpoint_curve.draw_curves"),
-            mock.patch.object(run, "SAMPLES_EVERY", 1),
-            mock.patch.object(run, "CHECK_EVERY", 1),
-        ):
+        of_pytest = {
+            "common.parallel.distributed.setup": lambda *_: (device, 0, 1),  # once in a process
+            "common.parallel.distributed.cleanup": lambda: None,  # other tests use the group
+            "common.parallel.process.note_signals": lambda: None,  # Ctrl-C stops pytest
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in (IN_TESTS | of_pytest).items():
+                patch.setattr(name, value)
             module.main(parse(module.Args, last(flags)))
 
     return run_main

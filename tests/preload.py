@@ -2,22 +2,23 @@
 sft.py take 3.5 s of a core so, and 13.6 s without; `make test` would take more than 7 minutes."""
 
 import atexit
+import contextlib
 import gc
 import importlib
-import os
 import sys
 import warnings
 
+import pytest
 import torch
 import transformers.conversion_mapping as conversions
+from processes import IN_TESTS
 from scripts import SCRIPTS
 
 from common.config.parse import parse
-from common.metrics.logger import RunLogger
-from common.train import run
 
-# Imports inside functions of the scripts. If vLLM is not installed, the fork server ignores the
-# last ones.
+# ---- imports ----
+
+# Imports inside functions of the scripts.
 LATER = (
     "fsspec rich.table datasets torch.distributed.checkpoint._fsspec_filesystem "
     "transformers.models.auto.modeling_auto "
@@ -31,16 +32,18 @@ VLLM = (
     "vllm.plugins.lora_resolvers.filesystem_resolver vllm.distributed.elastic_ep.elastic_execute "
     "compressed_tensors.compressors"
 )
-
 scripts = {name: importlib.import_module(name) for name in SCRIPTS}
-# tyro imports most of its modules here
+with contextlib.suppress(ImportError):  # vLLM may not be installed
+    for name in [*LATER.split(), *([] if torch.cuda.is_available() else VLLM.split())]:
+        importlib.import_module(name)
+# tyro imports most of its modules here, and transformers makes the mappings of all models
 parse(scripts["sft"].Args, ["--model", "m", "--dataset", "d"])
-# Half the time of a short run; tests/metrics and tests/train draw.
-RunLogger.draw_curves = lambda _: None
-os.fsync = lambda _: None  # a fifth; faults/arm.py undoes it
-run.SAMPLES_EVERY = run.CHECK_EVERY = 1  # samples of each step, and engine = trainer
-for name in [*LATER.split(), *([] if torch.cuda.is_available() else VLLM.split())]:
-    importlib.import_module(name)
+conversions.get_checkpoint_conversion_mapping("qwen3")
+
+# ---- what runs of tests do otherwise ----
+
+for name, value in IN_TESTS.items():
+    pytest.MonkeyPatch().setattr(name, value)
 if vllm := sys.modules.get("vllm.v1.worker.cpu_worker"):  # most of the time of an engine's start
     with warnings.catch_warnings(action="ignore"):
         vllm.current_platform.register_triton_kernel_overrides()
@@ -49,7 +52,6 @@ if vllm := sys.modules.get("vllm.v1.worker.cpu_worker"):  # most of the time of 
     vllm.CPUWorker.determine_available_memory = lambda _: 1 << 27  # zeros, instead of a GiB
     # else a new interpreter inspects a class
     sys.modules["vllm.model_executor.models.registry"]._run_in_subprocess = lambda f: f()
-conversions.get_checkpoint_conversion_mapping("qwen3")  # it makes the mappings of all models
 gc.freeze()  # collections in the ranks skip them
 unfreeze, gc.unfreeze = gc.unfreeze, lambda: None  # an engine's shutdown would undo it
 atexit.register(unfreeze)
