@@ -1,5 +1,18 @@
 """What tests of all kinds need: data, and what a run has written (metrics, samples, weights), with
-its comparison. processes.py runs scripts."""
+its comparison. The other files that tests import from:
+
+    in_process.py           `main("sft", *flags)`, one rank in the test process; small models, data
+    processes.py            `run(2, "sft.py", *flags)`, ranks as processes; errors, signals, kills
+    warm.py, preload.py     the process from which these ranks are forked; what it has imported
+    engines.py              fixtures `engine`, of transformers and vLLM, and `policy`
+    naive.py                scalar objectives; `check` compares values and gradients with them
+    scripts.py              names and flags of the project's scripts
+    model/checkpoints.py    models with random weights, and what plain transformers computes
+    model/adapters.py       weights of LoRA: equal in trainer, engine and files
+    model/architectures.py  what every architecture of docs/models.md has to do
+    rewards/scored.py       completions, and rewards that score them
+    text/chats.py           turns and chat templates
+"""
 
 import json
 import shutil
