@@ -217,8 +217,7 @@ def main(args: Args) -> None:
         metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)
         if run.evaluates(step + 1):
             metrics |= evaluate_sets(
-                eval_pairs,
-                lambda indices: evaluate(model, eval_pairs, indices, args, device),
+                eval_pairs, lambda indices: evaluate(model, eval_pairs, indices, args, device)
             )
         run.log(step + 1, metrics)
 

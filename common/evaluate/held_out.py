@@ -29,10 +29,7 @@ def evaluate_prompts(
     groups = sampler.complete_held_out(step, held_out)
     rewards_PG, named_rewards, numbers = rewards.wait(groups, Meter())
     first_PG = rewards.first(named_rewards)
-    means = {
-        "eval/solved": solved(first_PG, groups),
-        "eval/reward": rewards_PG,
-    }
+    means = {"eval/solved": solved(first_PG, groups), "eval/reward": rewards_PG}
     means |= {f"eval/rewards/{name}/mean": named_PG for name, named_PG in named_rewards.items()}
     means |= {f"eval/rewards/{name}": number_PG for name, number_PG in numbers.items()}
     say_failures(f"evaluation after step {step}", groups)

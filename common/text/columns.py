@@ -23,11 +23,7 @@ SFT_COLUMNS = (
     ("conversations",),
 )
 PAIR_COLUMNS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))  # preferences
-KTO_COLUMNS = (
-    ("prompt", "completion", "label"),
-    ("messages", "label"),
-    ("conversations", "label"),
-)
+KTO_COLUMNS = (("prompt", "completion", "label"), ("messages", "label"), ("conversations", "label"))
 PROMPT_COLUMNS = (("prompt",), ("question",), ("input",))  # online scripts sample from these
 # The encoder reads these columns too, whatever the script chooses.
 READ_TOO = ("tools", "system", "system_prompt", "chat_template_kwargs", "image", "images")

@@ -11,14 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from common.config.flags import (
-    MODEL_KINDS,
-    NAMES_MODELS,
-    NamesCode,
-    eval_sets_of,
-    marked,
-    public,
-)
+from common.config.flags import MODEL_KINDS, NAMES_MODELS, NamesCode, eval_sets_of, marked, public
 from common.config.groups import BaseArgs
 from common.model.hub import checkpoints_in, local_folder
 from common.model.loading import files_of, named_errors
