@@ -10,7 +10,9 @@ import difflib
 import io
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -34,6 +36,13 @@ class FileArgs:
     config: str
     """read flags from this file of `flag: value` lines, such as a run's args.yaml; flags on the
     command line win"""
+
+
+class UsualArgs:
+    """What most runs set"""
+
+    names = """model dataset output_dir max_steps lr eval_every batch_size max_length reward
+    prompts_per_step samples_per_prompt max_new_tokens""".split()
 
 
 def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
@@ -227,16 +236,15 @@ def one_line(error: ValueError) -> str:
 
 
 def print_help(args_class: type[BaseArgs], words: list[str]) -> NoReturn:
-    """Print help and exit. Without `words`: the script's own flags, and the names of the others;
-    with `all`: all flags; else: those that have all `words` in their name or text."""
+    """Print help and exit. Without `words`: the usual flags, the script's own, and the names of the
+    others; with `all`: all flags; else: those that have all `words` in their name or text."""
     script = script_of(args_class).name
     summary, *_ = (sys.modules[args_class.__module__].__doc__ or "").partition("\n\n")
     lines = [summary, f"`{script} --help WORD` lists the flags with this word, `--help all` all."]
-    groups = groups_of(args_class, [] if words == ["all"] else words)
-    if not words and args_class in groups:
-        own = groups.pop(args_class)
-        lines += (f"\n{cls.__doc__}: --{' --'.join(flags)}" for cls, flags in groups.items())
-        groups = {args_class: own}
+    groups, others = groups_of(args_class, words), {}
+    if not words:
+        others = groups
+        groups = {cls: others.pop(cls) for cls in (UsualArgs, args_class) if cls in others}
     console = io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(console):
         tyro.cli(
@@ -247,21 +255,26 @@ def print_help(args_class: type[BaseArgs], words: list[str]) -> NoReturn:
             use_underscores=True,
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
         )
+    for cls, flags in others.items():
+        names = f"{cls.__doc__}: --{' --'.join(flags)}"
+        console.write(textwrap.fill(names, shutil.get_terminal_size().columns) + "\n\n")
     if distributed.is_main():
         sys.stdout.write(console.getvalue())  # at once: `| head` may close the pipe
     sys.exit(0)
 
 
 def groups_of(args_class: type[BaseArgs], words: Sequence[str]) -> dict[type, dict[str, Any]]:
-    """Return the flags that have all `words`, each with a type for tyro, by their group. The
-    script's own flags come last."""
+    """Return the flags that have all `words` (or `all` flags), each with a type for tyro, by their
+    group. The script's own flags come last. Without words, usual flags are a group of their own."""
     types = types_of(args_class)
     groups: dict[type, dict[str, Any]] = {}
-    words = [word.lower().replace("-", "_") for word in words]
+    wanted = [] if words == ["all"] else [word.lower().replace("-", "_") for word in words]
     for name, (owner, text) in texts(args_class).items():
         needs = [need.text(types) for need in needs_of(args_class, name)]
+        if name in UsualArgs.names and not (words or needs):
+            owner = UsualArgs
         text = "; ".join(sentence for sentence in [text, *needs] if sentence)
-        if all(word in f"{name} {text}".lower().replace("-", "_") for word in words):
+        if all(word in f"{name} {text}".lower().replace("-", "_") for word in wanted):
             default = shown(getattr(args_class, name, None))
             hint = "" if "; default: " in text else f"(default: {default or 'none'})"
             flag = Annotated[types[name], tyro.conf.arg(help=text, help_behavior_hint=hint)]

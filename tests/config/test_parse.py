@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import re
 import sys
+from collections import Counter
 from typing import Annotated, ClassVar, Literal
 
 import pytest
@@ -14,10 +15,11 @@ from scripts import ALGORITHMS
 
 import grpo
 import ppo
-from common.config.flags import AtLeast2, MayChange, Needs, Positive
+import sft
+from common.config.flags import AtLeast2, MayChange, Needs, Positive, needs_of
 from common.config.groups import check_ranks, flags_of
 from common.config.online import OnlineArgs
-from common.config.parse import parse
+from common.config.parse import UsualArgs, parse
 from common.objectives.importance import CorrectionArgs
 from common.objectives.kl import LogKLArgs
 from common.parallel import process
@@ -272,11 +274,30 @@ def test_help_has_a_section_for_each_group(capsys, monkeypatch):
     text = help_of(grpo.Args, capsys)
     assert text.startswith("usage: grpo.py")
     assert text.split("\n\n")[1].split()[:3] == grpo.__doc__.split()[:3]
-    own = re.findall(r"^  --(\w+)", text, re.MULTILINE)
-    named = re.findall(r" --(\w+)", text.partition("options\n")[0])
-    assert own[:2] == ["preset", "loss"] and "model" in named and text.count("\n") < 120
+    assert re.findall(r"^ (\w+) options$", text, re.MULTILINE) == ["usual", "grpo"]
+    explained = re.findall(r"^  --(\w+)", text, re.MULTILINE)
+    named = re.findall(r"--(\w+)", text[text.index("Flags in a file: --config") :])
+    usual = explained[: explained.index("preset")]
+    assert usual[:2] == ["model", "dataset"] and {*usual} < {*UsualArgs.names}
+    assert "loss" in explained and "seed" in named and text.count("\n") < 150
     names = [field.name for field in dataclasses.fields(grpo.Args)]
-    assert sorted({*own, *named} - {"help", "config"}) == sorted(names)
+    assert sorted([*explained, *named]) == sorted([*names, "config"])
+
+
+def test_help_begins_with_the_flags_that_most_recipes_set(capsys):
+    """Most of the recipes whose script has a usual flag set it."""
+    could, do = Counter(), Counter()
+    for recipe in (ROOT / "configs").glob("*.yaml"):
+        text = recipe.read_text()
+        args_class = importlib.import_module(re.search(r"(\w+)\.py --config", text)[1]).Args
+        names = {x.name for x in dataclasses.fields(args_class) if not needs_of(args_class, x.name)}
+        could.update(names)
+        do.update(names & yaml.safe_load(text).keys())
+    assert all(do[name] > could[name] / 2 for name in UsualArgs.names)
+    nearly_all = {name for name in do if could[name] > 10 and do[name] > 0.75 * could[name]}
+    assert nearly_all <= {*UsualArgs.names}
+    explained = re.findall(r"^  --(\w+)", help_of(sft.Args, capsys), re.MULTILINE)
+    assert "batch_size" in explained[:8] and "reward" not in explained  # --eval_generate needs it
 
 
 def test_help_says_type_text_and_default(capsys):
