@@ -58,38 +58,43 @@ class Run:
         Raises `ValueError` if all checkpoints are damaged."""
         self.args = args
         self.total_steps = total_steps
-        self.meter = Meter()
         self.models = [model] if value is None else [model, value[0]]
         self.counted = [*self.models, *frozen]
-        self.peak_flops = peak_flops(model.device, model.compute_dtype)
         self.order = order if sampler is None else sampler.order
+        self.meter = Meter()
+        self.peak_flops = peak_flops(model.device, model.compute_dtype)
+        self.latest: dict[str, float] = {}  # metrics of the last step
+        self.stop_requested = False
         places = dict(order=order, rollouts=sampler)  # by their names in a checkpoint
         stateful |= {name: place for name, place in places.items() if place is not None}
-        self.num_tokens = 0
-        self.latest: dict[str, float] = {}  # metrics of the last step
-        self.best: float | None = None  # best value of --keep_best
-        self.earlier_steps = total_steps  # length of the run by the checkpoint
         self.checkpointer = Checkpointer(
             args, model, optimizer, tokenizer, value, moving,
             () if sampler is None else sampler.args.stop_token_ids, totals=self, **stateful,
         )  # fmt: skip
-        self.first_step = self.finished = self.saved = self.checkpointer.load_latest()
+        self._resume()
         self.logger = RunLogger(args, self.first_step, total_steps, show, curves)
         self.message = self.logger.message
         self.message(*self._changed_schedule())
         # The policy has no updates while a value model warms up.
         stepping = optimizer if value is None else value[1]
         has_agent = sampler is not None and sampler.args.agent is not None
-        self.trace = self._new_trace(stepping, tokenizer, has_agent)
-        if self.trace is not None:
-            self.meter.keep = self.trace.keep
-        self.stop_requested = False
-        if model.device.type == "cuda" and has_extra("plan"):
+        self.trace = self._start_trace(stepping, tokenizer, has_agent)
+        self._keep_activations_that_fit()
+
+    def _resume(self) -> None:
+        """Load the newest intact checkpoint, with the totals of the run until then."""
+        self.num_tokens = 0
+        self.best: float | None = None  # best value of --keep_best
+        self.earlier_steps = self.total_steps  # length of the run by the checkpoint
+        self.first_step = self.finished = self.saved = self.checkpointer.load_latest()
+
+    def _keep_activations_that_fit(self) -> None:
+        if self.models[0].device.type == "cuda" and has_extra("plan"):
             with extra("plan", "--activation_checkpointing"):
                 from extras.plan.memory import keep_activations_that_fit
-            self.message(keep_activations_that_fit(self.models, args))
+            self.message(keep_activations_that_fit(self.models, self.args))
 
-    def _new_trace(self, stepping: Optimizer, tokenizer, has_agent: bool):
+    def _start_trace(self, stepping: Optimizer, tokenizer, has_agent: bool):
         """Return the trace of `--trace_every`, None without. By default a run has one if
         extras/trace is here, but not with an agent: the branches of an episode share an index."""
         by_default = has_extra("trace") and not has_agent
@@ -98,7 +103,9 @@ class Run:
             return None
         with extra("trace", "--trace_every"):
             from extras.trace.trace import Trace
-        return Trace(self.args, self.models, stepping, tokenizer)
+        trace = Trace(self.args, self.models, stepping, tokenizer)
+        self.meter.keep = trace.keep
+        return trace
 
     def state_dict(self) -> dict:
         best = dict(metric=self.args.keep_best, value=self.best)
