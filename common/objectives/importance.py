@@ -40,6 +40,7 @@ def is_clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -
 
 
 Level = Literal["none", "token", "sequence", "token_mask", "sequence_mask"]
+MASKS = ("token_mask", "sequence_mask")
 
 
 class Correction(NamedTuple):
@@ -69,7 +70,7 @@ class CorrectionArgs:
 
     @model_validator(mode="after")
     def _check_correction(self) -> Self:
-        if (self.correction or "").endswith("mask") and self.correction_high <= 1:
+        if self.correction in MASKS and self.correction_high <= 1:
             problem = f"{self.correction} keeps weights from its inverse to it; give more than 1"
             raise ValueError(f"--correction_high {self.correction_high}: {problem}")
         return self
@@ -78,8 +79,8 @@ class CorrectionArgs:
         """Return how importance weights are computed. `by_completion`: the loss has one ratio per
         completion; then a weight per token raises `ValueError`."""
         level = self.correction or ("sequence" if by_completion else "token")
-        if by_completion and level.startswith("token"):
-            advice = level.replace("token", "sequence")
+        if by_completion and level in ("token", "token_mask"):
+            advice = "sequence_mask" if level in MASKS else "sequence"
             raise ValueError(f"--correction {level}: a completion has one weight; use {advice}")
         return Correction(level, self.correction_high)
 
@@ -95,6 +96,6 @@ def importance_weights(
         return torch.ones_like(log_ratio_T)
     if correction.level in ("sequence", "sequence_mask"):
         log_ratio_T = sequence_sum(log_ratio_T, mask_T, sequence_ids_T)
-    if correction.level in ("token_mask", "sequence_mask"):
+    if correction.level in MASKS:
         return log_ratio_T.exp().where(log_ratio_T.abs() <= math.log(correction.high), 0)
     return log_ratio_T.exp().clamp(max=correction.high)
