@@ -167,7 +167,8 @@ def token_logprobs(
         return of_chunk(on_support(logits_CV, support_TK, c), targets_T[c])
 
     def backward(logits_CV: Tensor, c: slice, grads_T, tensors, out_T) -> Tensor:
-        _, entropy_T, _, largest_T, sum_T = out_T
+        entropy_T = TokenStats(*out_T[:3]).entropy_T
+        largest_T, sum_T = out_T[3:]
         grad_logprob_T = torch.zeros_like(sum_T) if grads_T[0] is None else grads_T[0]
         numbers_T = tensors[0], largest_T, sum_T, entropy_T, grad_logprob_T, grads_T[1]
         logits_CV = on_support(logits_CV, tensors[1], c)
