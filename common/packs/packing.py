@@ -178,9 +178,10 @@ def pack_minibatches(
     once (docs/memory.md; 0: never). With `together` the samples of a group are neighbours in one
     micro-batch; otherwise a group may be divided among micro-batches and ranks. The branches of a
     completion are sequences of their own, with the index of the completion. Collective."""
-    sizes = {position: len(group) for position, group in zip(positions, groups, strict=True)}
-    sizes = dict(sorted(distributed.gather_dict(sizes).items()))
-    first_index = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+    own_sizes = {position: len(group) for position, group in zip(positions, groups, strict=True)}
+    sizes = dict(sorted(distributed.gather_dict(own_sizes).items()))
+    *starts, num_samples = accumulate(sizes.values(), initial=0)
+    first_index = dict(zip(sizes, starts, strict=True))
     minibatches = []
     bounds = [len(sizes) * m // num_minibatches for m in range(num_minibatches + 1)]
     for start, end in pairwise(bounds):
@@ -191,9 +192,8 @@ def pack_minibatches(
             if position in chosen and group
         ]
         minibatches.append(_pack(by_index, pack_tokens, device, share_prefix, together))
-    B, num_samples = len(sizes), sum(sizes.values())
     if num_samples:
-        is_table = len({*sizes.values()}) == 1
+        B, is_table = len(sizes), len({*sizes.values()}) == 1
         shape = (B, num_samples // B) if is_table else (num_samples,)
         for mb in chain(*minibatches):
             mb.shape_of_samples = shape
@@ -272,6 +272,7 @@ def _pack(
     groups_of_sequences = [_sequences(group, together) for group in groups]
     sequences = [sequence for group in groups_of_sequences for sequence in group]
     shapes = [_shape(group, share_prefix) for group in groups_of_sequences]
+    # A row of zeros of each stream is its padding, also on a rank that has no such sample.
     zeros = {x: np.zeros_like(each[:1]) for s in sequences for x, each in s.streams.items()}
     shapes_of_ranks, zeros_of_ranks = zip(*distributed.gather_objects((shapes, zeros)), strict=True)
     streams = {x: zero for of_rank in zeros_of_ranks for x, zero in of_rank.items()}

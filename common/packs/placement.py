@@ -82,7 +82,7 @@ def place_groups(
         if all(sum(groups[key].size for key in keys) <= max_tokens for keys in even):
             bins = even
     bins += [[] for _ in range(count * num_bins - len(bins))]
-    bins.sort(key=lambda keys: -sum(groups[key].cost for key in keys))
+    bins.sort(key=lambda keys: sum(groups[key].cost for key in keys), reverse=True)
     micro_batches = [bins[first : first + num_bins] for first in range(0, len(bins), num_bins)]
     return groups, micro_batches
 
@@ -91,8 +91,8 @@ def best_fit(groups: dict[GroupKey, GroupShape], max_tokens: int) -> list[list[G
     """Put each group, the largest first, into the bin that it fills best."""
     bins: list[list[GroupKey]] = []
     room: list[tuple[int, int]] = []  # sorted pairs (space left, bin)
-    for negative_size, key in sorted((-group.size, key) for key, group in groups.items()):
-        size = -negative_size
+    for key in sorted(groups, key=lambda key: groups[key].size, reverse=True):
+        size = groups[key].size
         if size > max_tokens:
             count, context_ranks = len(groups[key].lengths), context_group_size()
             what = "a sequence has" if count == 1 else f"{count} sequences to keep together take"
@@ -115,8 +115,8 @@ def longest_first(groups: dict[GroupKey, GroupShape], num_bins: int) -> list[lis
     """Put each group, the most expensive first, into the bin that is cheapest so far."""
     bins: list[list[GroupKey]] = [[] for _ in range(num_bins)]
     loads = [(0.0, i) for i in range(num_bins)]
-    for cost, key in sorted((-group.cost, key) for key, group in groups.items()):
+    for key in sorted(groups, key=lambda key: groups[key].cost, reverse=True):
         load, i = loads[0]
         bins[i].append(key)
-        heapq.heapreplace(loads, (load - cost, i))
+        heapq.heapreplace(loads, (load + groups[key].cost, i))
     return bins
