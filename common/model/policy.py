@@ -64,8 +64,9 @@ class PackedModel(nn.Module):
         tokens = mb.model_tokens
         flops = forward_flops(self.hf.config, self.matrix_weights, tokens)
         if torch.is_grad_enabled():  # a backward costs two forwards, one if matrices are frozen
-            is_frozen = not self.hf.get_input_embeddings().weight.requires_grad
-            flops = 3 * flops - is_frozen * 2 * self.matrix_weights * len(tokens.targets_T)
+            flops = 3 * flops
+            if not self.hf.get_input_embeddings().weight.requires_grad:
+                flops -= 2 * self.matrix_weights * len(tokens.targets_T)
             if hasattr(self, "set_requires_all_reduce"):  # FSDP2 shards it
                 # Hybrid sharding averages gradients over the copies at the last micro-batch of a
                 # minibatch. With a tower, at each: there may be no image in the last one.

@@ -29,7 +29,7 @@ def trained_counts(groups: list[Group]) -> Tensor:
 
 def truncation_penalties(groups: list[Group], penalty: float) -> Tensor:
     """Return -penalty for truncated completions and 0 for others, [P, G] float64."""
-    return _table(groups, lambda x: -penalty * (x.finish_reason == "length"), torch.float64)
+    return _table(groups, lambda x: -penalty if x.finish_reason == "length" else 0, torch.float64)
 
 
 def _table(groups: list[Group], value: Callable[[Completion], float], dtype: torch.dtype) -> Tensor:
