@@ -244,11 +244,11 @@ def main(args: Args) -> None:
 
         # ---- 2. advantages; pack: kept completions move to the ranks that train on them ----
         advantages_BG = advantages(drawn.scores_BG)[kept].to(device)
-        positions = [position for position, i in enumerate(kept) if i in groups]  # this rank's
-        own = [i for i in kept if i in groups]
-        kept_groups = without_unscored([groups[i] for i in own], drawn.rewards_BG[own])
+        kept_at = {i: n for n, i in enumerate(kept) if i in groups}  # this rank's, by their draw
+        kept_groups = without_unscored([groups[i] for i in kept_at], drawn.rewards_BG[[*kept_at]])
         if args.mask_truncated:
             kept_groups = [without_truncated(group) for group in kept_groups]
+        positions = [*kept_at.values()]
         num_minibatches = min(args.minibatches, len(kept))
         minibatches = pack_minibatches(
             kept_groups, positions, num_minibatches, args.pack_tokens, device, policy.share_prefix
@@ -296,13 +296,13 @@ def main(args: Args) -> None:
         run.log(step + 1, metrics)
         shown_BG = torch.zeros(drawn.rewards_BG.shape, dtype=torch.float64)
         shown_BG[kept] = advantages_BG.cpu()  # samples.jsonl has all groups that were drawn
-        positions = list(groups)
+        drawn_at = list(groups)
         run.show_samples(
             step + 1,
             list(groups.values()),
-            positions,
-            drawn.rewards_BG[positions],
-            shown_BG[positions],
+            drawn_at,
+            drawn.rewards_BG[drawn_at],
+            shown_BG[drawn_at],
             drawn.named_rewards,
         )
 
