@@ -56,11 +56,12 @@ class Samples(Sequence):
     them each time they are read. Held-out samples also have `all_rows`: all rows of the data, even
     those without a sample."""
 
-    all_rows: Sequence[dict] = ()
-
-    def __init__(self, rows: list[dict], make: Callable[[int], list[Sample]]):
+    def __init__(
+        self, rows: list[dict], make: Callable[[int], list[Sample]], all_rows: Sequence[dict] = ()
+    ):
         self.rows = rows
         self.make = make
+        self.all_rows = all_rows
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -104,8 +105,8 @@ def load_samples(
     if not samples:
         raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(counts)}")
     require_held_out(held_out, held_out_samples.rows, f": {reasons(held_out_counts)}")
-    held_out_samples.all_rows = held_out
-    return loaded
+    held_out_samples = Samples(held_out_samples.rows, held_out_samples.make, held_out)
+    return [(samples, counts), (held_out_samples, held_out_counts)]
 
 
 def say_unread(rows: list[dict], columns: Columns) -> None:

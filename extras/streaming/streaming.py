@@ -25,13 +25,7 @@ from common.text.columns import (
 )
 from common.text.encode import Encoder
 from common.text.files import TASKS, BadRows, open_split
-from common.text.load import (
-    EncodeRow,
-    encode,
-    encode_all,
-    reasons,
-    say_unread,
-)
+from common.text.load import EncodeRow, Samples, encode, encode_all, reasons, say_unread
 from common.text.rows import require_held_out, rows_of_eval_sets
 from common.train.inputs import digest_of_file
 
@@ -51,8 +45,7 @@ def load_stream(
     rows = rename_columns(rows, args.columns)
     held_out, counts = encode_all(encode_row, rows, stream.columns, encoder, args, apart)
     require_held_out(rows, held_out.rows, f": {reasons(counts)}")
-    held_out.all_rows = rows
-    return [(stream, Counter()), (held_out, counts)]
+    return [(stream, Counter()), (Samples(held_out.rows, held_out.make, rows), counts)]
 
 
 class StreamedSamples:
