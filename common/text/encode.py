@@ -75,7 +75,8 @@ class Encoder:
 
     def prompt(self, row: dict, columns: tuple[str, ...]) -> array:
         """Return the prompt ids of an RL row, up to the start of the reply. If the prompt ends with
-        a turn of the model, the model continues this turn. Without columns the prompt is empty."""
+        a turn of the model, the model continues this turn. Without columns the prompt is empty.
+        The places of images in it are added to the row."""
         if not columns:
             return array("i")
         asked = self.as_asked(row, columns[0])
