@@ -350,7 +350,8 @@ def main(args: Args) -> None:
         from_data = [[samples[i]] for i in distributed.items_of_rank(drawn)]
 
         # ---- 2. pack, each teacher and each kind apart: completions move between ranks ----
-        sampled = written = {name: [[]] * args.minibatches for name in teachers}
+        nothing = {name: [[]] * args.minibatches for name in teachers}
+        sampled, written = nothing, nothing
         if num_sampled:
             sampled = pack_by_teacher(
                 groups, positions, teachers, meter, args, device, policy.share_prefix
@@ -369,10 +370,12 @@ def main(args: Args) -> None:
         with meter.time("train"):
             lr = run.learning_rate(step)
             for m in [*range(args.minibatches)] * args.epochs_per_rollout:
-                packs = [(teachers[name], sampled[name][m] + written[name][m]) for name in teachers]
-                num_tokens, _ = count_trained([mb for _, mbs in packs for mb in mbs])  # all ranks
+                pairs = []
+                for name, teacher in teachers.items():
+                    pairs += [(teacher, mb) for mb in sampled[name][m] + written[name][m]]
+                num_tokens, _ = count_trained([mb for _, mb in pairs])  # on all ranks
                 total_loss = torch.zeros((), device=device)
-                for teacher, mb in [(teacher, mb) for teacher, mbs in packs for mb in mbs]:
+                for teacher, mb in pairs:
                     comparison = policy.distill(
                         mb, teacher.teach(mb), compare_with, args.top_k, args.temperature
                     )
