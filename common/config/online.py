@@ -242,6 +242,7 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
             problem = "--environment and --reward environment need each other"
             raise ValueError(f"{problem}; give both or neither")
         if self.tools or self.agent is not None:
+            # No message: `CHAT` refuses plain, and without a template there are no turns.
             object.__setattr__(self, "prompt_format", "chat")
         if self.max_new_tokens >= self.pack_limit.tokens:
             flag = f"--max_new_tokens {self.max_new_tokens}"
