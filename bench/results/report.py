@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.metrics.curves import read_metrics
 
-ANSWERS = 3
+ANSWERS = 2
 HEAD, TAIL = 28, 24  # characters shown of a long answer
 
 
