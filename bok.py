@@ -10,10 +10,10 @@ in sft.py. No term of the objective lowers the probability of the others:
     kept = the `keep` completions of a prompt with the highest R_i                            best()
     L    = mean_t [ -log pi(y_t) ]                 t: tokens of the kept completions          loss()
 
-Differences from the papers: a rollout is one optimizer step by default, where RAFT alternates large
-rounds of sampling and training; --prompts_per_step, --minibatches and --epochs_per_rollout make
-such rounds. See docs/bok.md, also for one round with eval.py and sft.py. The loss reads no log-prob
-of the engine, so the sampled distribution may be truncated (--top_p, --top_k, --min_p).
+Differences from the papers: by default there is one optimizer step for each rollout. RAFT has large
+rounds of sampling and of training; --prompts_per_step, --minibatches and --epochs_per_rollout make
+such rounds, and docs/bok.md shows a single one with eval.py and sft.py. The loss needs no log-probs
+of the engine, so sampling may truncate the distribution (--top_p, --top_k, --min_p).
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, T packed tokens of a
 micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] is about targets_T[t]."""
@@ -73,7 +73,7 @@ class Args(TruncationArgs, LogKLArgs, OnlineArgs):
     samples_per_prompt: AtLeast2 = 4
     """sample this many completions for each prompt (G, the k of best-of-k)"""
     keep: Positive[int] = 1
-    """train on this many completions of each prompt: the best rewards, of equal ones the first"""
+    """train on this many completions of each prompt: those with the best rewards"""
     beta: NotNegative[float] = 0.0
     """rank completions with a KL penalty of this weight, by reward - beta log(policy / starting
     model); 0: no penalty, and no reference model in memory"""

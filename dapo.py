@@ -54,7 +54,7 @@ from common.train.overview import CURVES, SHOW, describe_rollouts, dry_run, num_
 from common.train.run import Run
 from common.train.run_folder import begin_run, prepare_output_dir
 
-MAX_DRAWS = 10  # most prompts that are drawn for a step, in steps of prompts
+MAX_DRAWS = 10  # a step draws at most 10 x prompts_per_step prompts
 
 # ---- the objective ----
 
@@ -111,11 +111,11 @@ def loss(
 
 
 def next_draw(num_kept: int, num_drawn: int, prompts_per_step: int) -> int:
-    """Return the number of prompts to draw next: the smallest that probably fills the step, but
-    never more than one step of prompts, and `MAX_DRAWS` steps in all.
+    """Return the number of prompts to draw next: the smallest that probably fills the step, but at
+    most `prompts_per_step`, and `MAX_DRAWS` times as many in all draws of a step.
 
-    If a draw is kept with the same chance as so far (`num_kept` of `num_drawn`), n draws keep
-    n chance groups on average. Two standard deviations fewer have a probability of about 0.02."""
+    If a prompt is kept with the same chance as so far (`num_kept` of `num_drawn`), n prompts give
+    n chance groups on average. With probability 0.98 they are at most two deviations fewer."""
     missing = prompts_per_step - num_kept
     chance = num_kept / max(1, num_drawn)
     left = MAX_DRAWS * prompts_per_step - num_drawn
@@ -190,13 +190,13 @@ class Args(PolicyLossArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     """sample this many completions for each prompt (G): a group, whose rewards are compared"""
     clip_high: Annotated[NotNegative[float], Needs(loss="clip")] = 0.28
     overlong_buffer: Fraction = 0.2
-    """penalise length, from 0 to 1, within this last fraction of max_new_tokens; 0: off"""
+    """within this last fraction of max_new_tokens, penalise length by up to 1; 0: off"""
     mask_truncated: bool = False
     """do not train on truncated completions; their rewards still count in their groups"""
 
 
 def without_truncated(group: Group) -> Group:
-    """Return the group without trained tokens in truncated completions."""
+    """Return the group, in which truncated completions have no trained tokens any more."""
     return [sample.untrained() if sample.finish_reason == "length" else sample for sample in group]
 
 

@@ -10,10 +10,10 @@ q:
     sampled:  L   = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]
               A_t = log(q(y_t) / pi_old(y_t)); rho_t = pi(y_t) / pi_old(y_t)                  loss()
 
-`--on_policy_fraction` below 1 takes the other completions of a step from the data; sft_weight is 0
-for the student's own. c_t = min(pi_old(y_t) / pi_engine(y_t), 2). A row may have its own teacher.
-Differences from the papers (docs/distill.md): the fraction is of each step's prompts, not a coin
-for each step; the sampling has no gradient (as in GKD); a reward is measured, not trained on.
+Below `--on_policy_fraction 1` the other completions of a step are from the data; sft_weight counts
+for these alone. c_t = min(pi_old(y_t) / pi_engine(y_t), 2). A row may have its own teacher.
+Differences from the papers (docs/distill.md): every step has this fraction, no coin is tossed for
+each step; the sampling has no gradient (as in GKD); a reward is measured, not trained on.
 
 Shapes: P prompts on this rank, G completions each, T packed tokens; x_T[t] is for targets_T[t]."""
 
@@ -130,7 +130,7 @@ class Args(DivergenceArgs, TeacherArgs, PolicyLossArgs, CorrectionArgs, OnlineAr
     """measure completions by these rewards (docs/rewards.md lists all)"""
     lr: Positive[float] = 1e-5
     on_policy_fraction: Fraction = 1.0
-    """let the student complete this fraction of a step's prompts (the paper's lambda); other
+    """let the student complete this fraction of a step's prompts (the paper's lambda); the other
     completions are from the data"""
     sft_weight: NotNegative[float] = 0.0
     """add the cross-entropy on the data's completions to their divergence with this weight"""
@@ -200,8 +200,8 @@ class Args(DivergenceArgs, TeacherArgs, PolicyLossArgs, CorrectionArgs, OnlineAr
 def read_samples(
     rows: list[dict], encoder: Encoder, args: Args, needed: bool = True
 ) -> list[Sample]:
-    """Return the prompt of each row with the data's completion, cut after `--max_new_tokens`; skip
-    others unless `needed`."""
+    """Return the prompt of each row with the data's completion, cut after `--max_new_tokens`. Skip
+    rows without a completion unless they are `needed`."""
     pairs = [columns for columns in SFT_COLUMNS if len(columns) == 2]
     columns = next((pair for pair in pairs if all({*pair} <= row.keys() for row in rows)), None)
     if needed:

@@ -8,8 +8,8 @@ Every prompt gets one greedy completion and `--samples_per_prompt` sampled ones,
 sampling and rewards of training. A completion solves its prompt if its first reward is at least 1.
 pass@k is the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374); intervals are 95%
 bootstraps over prompts. Completions are stored in batches, and the same command continues an
-interrupted run. Results: `results.json` and a table; with `--model runs/x/checkpoints` one of each
-per checkpoint, and a curve.
+interrupted run. It writes `results.json` and prints a table; with `--model runs/x/checkpoints` it
+does so for each checkpoint, and draws a curve.
 
 Shapes: P prompts, S samples of each, B bootstrap draws.
 """
@@ -91,8 +91,8 @@ class Args(ImageArgs, ShotArgs, TruncationArgs, SamplingArgs):
     against: Annotated[MayChange[str | None], Needs(agent=None)] = None
     """report the win rate over the completions in this file, read like --completions"""
     reward_model: Annotated[MayChange[str | None], Needs(agent=None)] = None
-    """report the mean score of this reward model, which judges the win rate too, or of a chat model
-    as judge:PATH or, of pairs, rank:PATH; default judge: `reward`"""
+    """report the mean score by this reward model, or by a chat model as judge:PATH or, for pairs,
+    rank:PATH. It decides the win rate too; by default `reward` does"""
     perplexity_model: Annotated[MayChange[str | None], Needs(agent=None)] = None
     """report the perplexity of the completions under this language model"""
 
@@ -281,8 +281,8 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
 def answers(
     args: Args, task: Task, engine: Engine | None, path: str, file: Path
 ) -> tuple[list[Line], Engine | None]:
-    """Return the completions of --model, read or sampled into `file`, a line per prompt, fewer
-    after a stop; and the engine, which is started when first needed. Collective."""
+    """Return the completions of --model, read from or sampled into `file`: a line per prompt, or
+    fewer after a stop. Also return the engine, which is started when needed. Collective."""
     if "completions" in task.files:
         lines = task.files["completions"]
         return completions_file.reward_again(lines, task.prompts, task.rewards), engine
@@ -306,8 +306,8 @@ def answers(
 
 
 def all_results(args: Args, task: Task, model: str, outputs: list[list[Line]]) -> dict:
-    """Return results.json of a model from `outputs`: its lines and, with --against, the other's.
-    Collective."""
+    """Return results.json of a model. `outputs`: its lines and, with --against, those of the other
+    model. Collective."""
     folders = task.folders
     interval = partial(mean_and_interval, seed=args.seed)
     lines_of_domain: dict[str, list[Line]] = {}

@@ -10,9 +10,9 @@ The policy samples G completions of every prompt. Each is compared with the othe
     rho_t = pi(y_t) / pi_old(y_t)                              pi_old: the policy before the updates
 
 `--loss` (common/objectives/policy.py), `--reduction` and `--advantage` (reduction.py, advantages.py
-beside it) select a variant, `--preset` that of a paper: GSPO, Dr. GRPO, ... Differences from the
-paper, without a preset: mean over all tokens and clip bounds of DAPO (arXiv:2503.14476); no KL
-term; weights c_t = min(pi_old / pi_engine, 2). Its core in 120 lines: course/lessons/nano_grpo.py.
+beside it) select a variant; `--preset` selects that of a paper (GSPO, Dr. GRPO, ...). The default
+differs from the paper: mean over all tokens and clip bounds as in DAPO (arXiv:2503.14476), no KL
+term, weights c_t = min(pi_old / pi_engine, 2). Its core in 120 lines: course/lessons/nano_grpo.py.
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, T packed tokens of a
 micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] is about targets_T[t]."""

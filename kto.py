@@ -12,8 +12,8 @@ pairs it is compared with a baseline z0:
            mean_y [ undesirable_weight (1 - sigma(beta (z0 - l(y)))) ]    undesirable y
 
 A mismatch is a prompt with the completion of another prompt. `--loss apo_zero_unpaired`
-(arXiv:2408.06266) has z0 = 0, without mismatches. Differences from the paper: z0 is an
-average over the global batch; the log-probs of the reference are computed once, before training.
+(arXiv:2408.06266) sets z0 to 0 and needs no mismatches. Differences from the paper: z0 is a mean
+over the global batch, and the log-probs of the reference are computed once, before training.
 See docs/kto.md.
 
 Shapes: N completions and T packed tokens of a micro-batch, B completions of a batch on all ranks,
@@ -87,7 +87,7 @@ class Args(LengthArgs, OfflineArgs):
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
     """compare the log-ratio of a completion. kto: with a baseline; apo_zero_unpaired: with 0, which
-    needs no further passes"""
+    saves the forward pass of the baseline"""
     beta: Positive[float] = 0.1
     """scale the implicit rewards by this: larger values keep the policy closer to the reference"""
     desirable_weight: Positive[float] = 1.0

@@ -61,8 +61,8 @@ SHOW = ("reward", "objective/kl", "eval/solved", "time/step")
 
 def token_rewards(mb: PackedBatch, scores_BG: Tensor, turn_weight: float, args: "Args") -> Tensor:
     """Return the reward of each token, [T] float32: the score of the completion on its last token,
-    and -beta KL on every token. The rewards that an environment gave for earlier turns, times
-    `turn_weight`, move from there to the last token of their turn."""
+    and -beta KL on every token. Rewards that an environment gave for earlier turns, times
+    `turn_weight`, are taken out of the score and put on the last token of their turn."""
     rewards_T = torch.zeros(len(mb.loss_mask_T), device=mb.loss_mask_T.device)
     rewards_T[mb.ends_N] = mb.select(scores_BG).float()
     if mb.turn_rewards_T is not None:
@@ -116,8 +116,8 @@ def loss(
 
 
 def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor) -> Tensor:
-    """Return the loss of each value, [T]: half its squared error, or that of the value clipped to
-    0.2 around the old one, if that is larger: then it moved far enough and gets no gradient."""
+    """Return the loss of each value, [T]: half the larger of two squared errors, its own and that
+    of the value clipped to 0.2 around the old one. The clipped value has no gradient."""
     loss_T = (values_T - returns_T).square()
     clipped_T = torch.clamp(values_T, old_values_T - 0.2, old_values_T + 0.2)
     return torch.max(loss_T, (clipped_T - returns_T).square()) / 2
@@ -136,12 +136,12 @@ class Args(PolicyLossArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs
     value_lr: Positive[float] = 1e-5
     """train the value model with this peak learning rate, on the policy's schedule"""
     value_warmup_steps: NotNegative[int] = 0
-    """train only the value model in this many first steps"""
+    """train only the value model in the first N steps"""
     prompts_per_step: Positive[int] = 512
     samples_per_prompt: Positive[int] = 1
     minibatches: Positive[int] = 4
     gae_lambda: Fraction = 0.95
-    """compute advantages with this lambda. 0: one step, then the value model; 1: sampled returns"""
+    """compute advantages with this lambda. 0: from the next value; 1: from sampled returns alone"""
     beta: NotNegative[float] = 0.05
     """subtract the KL to the starting model from the rewards with this weight; 0: no penalty, and
     no reference model in memory"""
@@ -180,7 +180,7 @@ def estimate(
 
 def whiten(minibatches: list[list[PackedBatch]]) -> list[list[PackedBatch]]:
     """Return the micro-batches with advantages of mean 0 and standard deviation 1 over the trained
-    tokens of the rollout; 0 on the others. Collective."""
+    tokens of the rollout, and 0 on all others. Collective."""
     mean, std = moments(minibatches, lambda mb: mb.advantages_T)
 
     def whitened(mb: PackedBatch) -> Tensor:

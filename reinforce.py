@@ -12,7 +12,7 @@ of the batch. At a token, the KL counts from this token on:
     rho_t = pi(y_t) / pi_old(y_t)                         pi_old: the policy before the updates
 
 Its variant with a baseline subtracts the mean of the group first and puts the KL into the loss.
-`--preset` has both and plain REINFORCE, -A log pi(y_t), as published.
+`--preset` sets either, or plain REINFORCE, -A log pi(y_t), as published.
 
 Difference from the papers: weights c_t = min(pi_old(y_t) / pi_engine(y_t), 2) (docs/losses.md).
 
@@ -106,8 +106,8 @@ def before_whitening(
 def with_advantages(
     minibatches: list[list[PackedBatch]], scores_BG: Tensor, args: "Args"
 ) -> list[list[PackedBatch]]:
-    """Return the micro-batches with `advantages_T`, [T] float32, whitened over the tokens that
-    count on all ranks, unless it is leave_one_out. Collective."""
+    """Return the micro-batches with `advantages_T`, [T] float32. Except with leave_one_out they are
+    whitened over the tokens of all ranks that count. Collective."""
     less_BG = LESS_BASELINE[args.advantage](scores_BG)
     raw = [[before_whitening(mb, less_BG, scores_BG, args) for mb in mbs] for mbs in minibatches]
     mean, scale = 0.0, 1.0
@@ -187,9 +187,9 @@ class Args(PolicyLossArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs
     """reduce the loss of all tokens. token: their mean; sequence_sum: mean over completions of
     their sums"""
     advantage: Literal[tuple(LESS_BASELINE)] = "reinforce++"
-    """compute the advantage of a completion. reinforce++: reward, whitened over the tokens of the
-    batch; reinforce++_baseline: less the mean of its group first; leave_one_out: reward less the
-    mean of the others in its group"""
+    """compute the advantage of a completion. reinforce++: the reward, whitened over the tokens of
+    the batch; reinforce++_baseline: the same, after the mean of the group is subtracted;
+    leave_one_out: the reward minus the mean of the others in its group"""
     beta: NotNegative[float] = 0.01
     """penalise the KL to the starting model with this weight (--kl_in); 0: no penalty, and no
     reference model in memory"""

@@ -11,8 +11,8 @@ prompt with a hint. On each token the student is pulled to the teacher's distrib
 
 The hint is a column of the data (a demonstration: SDFT; the solution: OPSD), a successful
 completion of the group, or the text that a reward returns (SDPO). Completions without a hint are
-not trained on. Differences from the papers (docs/self_distill.md): means over the global minibatch;
-no importance weights; one kind of hint; the top k tokens are the teacher's.
+not trained on. Differences from the papers (docs/self_distill.md): the loss is a mean over the
+global minibatch, without importance weights; the top k tokens are the teacher's.
 
 Shapes: P prompts on this rank, B on all ranks, G completions of each, T packed tokens of a
 micro-batch, U tokens of the same completions after hinted prompts, D hidden size; x_T[t] describes
@@ -93,13 +93,13 @@ class Args(DivergenceArgs, OnlineArgs):
     feedback; for other hints they are only measured"""
     lr: Positive[float] = 1e-5
     share_prefix: NotNegative[int] = 0
-    """must be 0: a completion is packed with its two prompts, which differ"""
+    """must be 0: a completion is packed after two prompts, which differ"""
     hint: str | None = None
     """put this hint into the teacher's prompt; required. a name: this column of the data; sibling:
     another completion of the group, whose first reward is at least 1; feedback: the text that a
     reward returns"""
     hint_template: str = r"{prompt}\n\nA hint:\n\n{hint}\n\nNow answer in your own words."
-    """write the teacher's prompt so, with {prompt}, {hint}, columns of the row; \\n: line break"""
+    """fill in this for the teacher: {prompt}, {hint}, columns of the row; \\n: line break"""
     teacher: Literal["live", "start", "ema"] = "ema"
     """teach with these weights. live: the policy's; start: those at the start of the run; ema: a
     moving average of the policy's"""
@@ -152,9 +152,9 @@ def hinted_pairs(
     groups: list[Group], rewards_PG: Tensor, make_prompt: Callable[[dict, str], list[int]],
     longest: int, meter: Meter, args: Args,
 ) -> list[list[Completion]]:  # fmt: skip
-    """Return the pair of every completion, [] without a hint. Completions with a pair are counted,
-    as are hinted prompts that do not fit, which are dropped. `make_prompt`: (row, hint) -> hinted
-    prompt."""
+    """Return the pair of every completion, or [] if it has no hint or its hinted prompt does not
+    fit. Count the completions with a pair, and the prompts that do not fit. `make_prompt`: (row,
+    hint) -> hinted prompt."""
     pairs = []
     for group, rewards_G in zip(groups, rewards_PG.tolist(), strict=True):
         hints = hints_of(group, rewards_G, args.hint)
