@@ -2,8 +2,7 @@
 results.
 
     OUTPUT_DIR/step_000100/{completions.jsonl, results.json}      results of each checkpoint
-    OUTPUT_DIR/metrics.jsonl, curves.png                          results of all checkpoints
-"""
+    OUTPUT_DIR/metrics.jsonl, curves.png                          results of all checkpoints"""
 
 import json
 import os

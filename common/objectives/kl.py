@@ -1,7 +1,6 @@
 """Estimators of the KL to the reference, from samples of the policy.
 
-Shapes: T packed tokens.
-"""
+Shapes: T packed tokens."""
 
 from typing import Annotated, Literal
 

@@ -10,8 +10,7 @@ aligned with `ids`: `x[i]` describes the token `ids[i]`. The packer makes inputs
 targets `ids[1:]`, and aligns every stream with the targets: in a `PackedBatch`, `x_T[t]` describes
 the prediction of `targets_T[t]`.
 
-Shapes: N sequences and T tokens in one micro-batch, B groups of all ranks.
-"""
+Shapes: N sequences and T tokens in one micro-batch, B groups of all ranks."""
 
 import copy
 import math

@@ -10,8 +10,7 @@ with the one before it alone: in lexical order, the shared prefixes then form a 
 With `--context_ranks`, the ranks of a context group join their micro-batches to one stream, and
 each rank computes a part of it (common/parallel/context.py).
 
-Shapes: N sequences, T tokens of the micro-batch, t computed tokens of this rank, A attended keys.
-"""
+Shapes: N sequences, T tokens of a micro-batch, t computed tokens of this rank, A attended keys."""
 
 import math
 from collections.abc import Sequence

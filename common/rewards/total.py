@@ -8,8 +8,7 @@ Functions begin as soon as the completions of a prompt are sampled, in the event
 while others are sampled or trained on. Reward models and judges are collective: all ranks call them
 at the same point.
 
-Shapes: P prompts on this rank, G samples of each.
-"""
+Shapes: P prompts on this rank, G samples of each."""
 
 import asyncio
 import math

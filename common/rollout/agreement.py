@@ -1,8 +1,7 @@
 """Do the engine and the trainer give a sampled token the same probability? Scripts that train on
 their own samples check it before an update (`require_agreement`) and log it (`measure_mismatch`).
 
-Shapes: T packed tokens in one micro-batch.
-"""
+Shapes: T packed tokens in one micro-batch."""
 
 import math
 from itertools import chain

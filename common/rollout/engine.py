@@ -10,8 +10,7 @@ completion is a coroutine that awaits `sample` for its next turn. Between the co
 The weights may change between two calls of `step`. Turns in flight then go on with the new weights,
 and every token records the version of the weights that sampled it. On a training rank:
 
-    load_weights(whole_weights(policy, engine.dtype), version); step(meter) ...; sleep()
-"""
+    load_weights(whole_weights(policy, engine.dtype), version); step(meter) ...; sleep()"""
 
 import asyncio
 import contextlib

@@ -1,7 +1,6 @@
 """Measurements of a rollout that scripts log or subtract: lengths, truncation and rewards.
 
-Shapes: P prompts on this rank, G samples per prompt.
-"""
+Shapes: P prompts on this rank, G samples per prompt."""
 
 import math
 from collections.abc import Callable

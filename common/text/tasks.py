@@ -14,8 +14,7 @@ def arithmetic_rows(split: str) -> list[dict]:
     demonstrator forgets to carry (or borrow) two times in three, and three questions in five need
     it. So a model that imitates the `completion`s gets about 0.4 of the `answer`s right, and
     samples every right answer often enough for rewards to reinforce it. `chosen` is the answer,
-    `rejected` the forgetful one, or an answer with one wrong digit where nothing is carried.
-    """
+    `rejected` the forgetful one, or an answer with one wrong digit where nothing is carried."""
     rng = random.Random(0)
     questions = [(a, op * b) for a in range(100, 500) for op in (1, -1) for b in range(4, 10)]
     questions = [(a, b) for a, b in questions if a // 100 == (a + b) // 100]

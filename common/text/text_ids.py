@@ -3,8 +3,7 @@ tokenised as an engine gets it, and the model's turn as a continuation of it.
 
 For example, the vocabulary has a token `\n5`, and a prompt ends in `assistant\n`. Tokenised as one
 text, the prompt and the answer `5` would share this token. But the model gets the `\n` in its
-prompt and samples `5`.
-"""
+prompt and samples `5`."""
 
 import re
 from array import array

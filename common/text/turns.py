@@ -15,8 +15,7 @@ earlier thoughts. Two rounds, the first with a thought:
     text    <think>\n\n</think>\n\n10<|im_end|>
 
 With most templates, the next prompt begins with all the text so far: then the turns are trained as
-one sequence.
-"""
+one sequence."""
 
 import os
 import re
