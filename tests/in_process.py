@@ -64,6 +64,13 @@ def device() -> Iterator[torch.device]:
     distributed.cleanup()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_fsync() -> Iterator[None]:
+    """Tests that save without a run do not wait for the disk either."""
+    with mock.patch("os.fsync", IN_TESTS["os.fsync"]):
+        yield
+
+
 @pytest.fixture(scope="session")
 def main(device) -> Callable[..., None]:
     """`main("sft", *flags)` runs a script in this process."""
