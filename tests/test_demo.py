@@ -4,7 +4,7 @@ part of its recipe: SFT learns a part, GRPO learns more, and the engine agrees w
 import shutil
 
 import pytest
-from helpers import ROOT, metrics
+from helpers import ROOT, metrics, write
 from processes import run
 from transformers import AutoModelForCausalLM
 
@@ -43,11 +43,16 @@ def test_demo_trains_by_sft_and_then_by_grpo(learns, main, sums, tmp_path, monke
 
     monkeypatch.setattr(demo, "OUT", out)
     monkeypatch.setattr(demo, "train", train)
+    for earlier in ("sft", "rm"):
+        (out / earlier).mkdir(parents=True)
+        write(out / earlier / "metrics.jsonl", "{}\n")
     demo.main()
     assert launched == [
-        ("sft.py", "--config", "configs/demo_sft.yaml"),
-        ("grpo.py", "--config", "configs/demo_grpo.yaml"),
+        ("sft.py", "--config", "configs/demo_sft.yaml", "--resume", "never"),
+        ("grpo.py", "--config", "configs/demo_grpo.yaml", "--resume", "never"),
     ]
+    for kept in ("sft.old-1", "rm"):
+        assert (out / kept / "metrics.jsonl").read_text() == "{}\n"
     assert "five held-out questions" in capsys.readouterr().out
     assert (out / "curves.png").stat().st_size > 10_000
     lines = metrics(out / "grpo")
