@@ -117,7 +117,8 @@ def loss(
 @dataclass
 class Args(ImageArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, TruncationArgs, OnlineArgs):
     PRESETS: ClassVar[dict[str, dict]] = {
-        "grpo": PPO_CLIP | dict(reduction="sequence", advantage="group", beta=0.04),
+        "grpo": PPO_CLIP | dict(reduction="sequence", advantage="group", beta=0.04,
+                                kl_estimator="k3"),
         "dr_grpo": PPO_CLIP | dict(reduction="constant", advantage="group_mean"),
         "maxrl": PPO_CLIP | dict(reduction="token", advantage="group_ratio"),
         "dppo": dict(loss="dppo", reduction="constant", advantage="group_mean",

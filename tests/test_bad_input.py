@@ -52,6 +52,7 @@ grpo --top_p 0.9 -> --top_p 0.9 --min_p 0.0: training keeps what each token coul
 grpo --top_k 9 --agent x.py:f -> --top_k 9 --agent: not for agents; leave out --top_k
 rloo --correction token -> --correction token: a completion has one weight
 grpo --preset gspo --correction token_mask -> a completion has one weight; use sequence_mask
+grpo --preset grpo --kl_estimator k1 -> --kl_estimator k1 contradicts --preset grpo, which sets k3
 grpo --correction sequence_mask --correction_high 0.9 -> --correction_high 0.9: sequence_mask keeps
 ppo --prompts_per_step 6 --minibatches 4 -> --prompts_per_step 6 must be a multiple of --minibatch
 ppo --value_warmup_steps 5 --max_steps 5 -> --value_warmup_steps 5 must be below --max_steps
