@@ -8,8 +8,9 @@ pairs it is compared with a baseline z0:
 
     l(y) = log(pi(y) / pi_ref(y))                   pi(y): product over the tokens of the completion
     z0   = max(0, mean of l over mismatches)                                           kl_baseline()
-    L    = mean_y [ desirable_weight (1 - sigma(beta (l(y) - z0))) ]      desirable y         loss()
-           mean_y [ undesirable_weight (1 - sigma(beta (z0 - l(y)))) ]    undesirable y
+    L    = mean_y [ loss of y ]
+           desirable y:    desirable_weight (1 - sigma(beta (l(y) - z0)))                     loss()
+           undesirable y:  undesirable_weight (1 - sigma(beta (z0 - l(y))))                   loss()
 
 A mismatch is a prompt with the completion of another prompt. `--loss apo_zero_unpaired`
 (arXiv:2408.06266) sets z0 to 0 and needs no mismatches. Differences from the paper: z0 is a mean
@@ -309,7 +310,7 @@ def main(args: Args) -> None:
         run.log(0, generation.evaluate(0))
 
     for step in run.steps():  # saves checkpoints between steps
-        # ---- 1. batch: a part of rows that do not depend on the ranks; packing moves samples ----
+        # ---- 1. batch: this rank's part; which rows are drawn does not depend on the ranks ----
         drawn = order.draw(args.batch_size)
         batch = [groups[i] for i in distributed.items_of_rank(drawn)]
         ref_logps_B2 = ref_logps_R2[drawn].to(device)
