@@ -8,7 +8,7 @@ of future rewards:
 
     r_t   = -beta log(pi_old(y_t) / pi_ref(y_t)), plus the score at the last token   token_rewards()
     A_t   = sum_j gae_lambda^j (r_{t+j} + V_{t+j+1} - V_{t+j})                          advantages()
-    R_t   = A_t + V_t; then A_t is whitened                                             advantages()
+    R_t   = A_t + V_t; then A_t is whitened                                   advantages(), whiten()
     L     = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]      loss()
     L_V   = mean_t [ max((v_t - R_t)^2, (v'_t - R_t)^2) / 2 ]                           value_loss()
             v'_t = clip(v_t, V_t - 0.2, V_t + 0.2)
@@ -117,7 +117,7 @@ def loss(
 
 def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor) -> Tensor:
     """Return the loss of each value, [T]: half the larger of two squared errors, its own and that
-    of the value clipped to 0.2 around the old one. The clipped value has no gradient."""
+    of the value clipped to 0.2 around the old one. If the second is larger, no gradient flows."""
     loss_T = (values_T - returns_T).square()
     clipped_T = torch.clamp(values_T, old_values_T - 0.2, old_values_T + 0.2)
     return torch.max(loss_T, (clipped_T - returns_T).square()) / 2
