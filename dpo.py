@@ -212,7 +212,7 @@ def main(args: Args) -> None:
         run.log(0, generation.evaluate(0))
 
     for step in run.steps():  # saves checkpoints between steps
-        # ---- 1. batch: a part of rows that do not depend on the ranks; packing moves pairs ----
+        # ---- 1. batch: this rank's part; which rows are drawn does not depend on the ranks ----
         drawn = order.draw(args.batch_size)
         batch = [pairs[i] for i in distributed.items_of_rank(drawn)]
         micro_batches = pack_groups(batch, args.pack_tokens, device, policy.share_prefix)

@@ -93,8 +93,8 @@ def before_whitening(
     mb: PackedBatch, less_BG: Tensor, scores_BG: Tensor, args: "Args"
 ) -> PackedBatch:
     """Return the micro-batch with `advantages_T`, [T] float64: the completion's, minus beta times
-    the KL to come. Its mask leaves out words of an environment and completions without a reward
-    (NaN), which get 0 and do not count."""
+    the KL to come. Tokens of an environment, and of completions without a reward (NaN), are masked:
+    advantage 0, in no statistic."""
     A_T = mb.on_tokens(less_BG).double()
     if args.kl_in == "return" and mb.ref_logprobs_T is not None:
         kl_T = kl_to_come(sampled_kl(mb, args), mb.loss_mask_T, mb.sequence_ids_T)

@@ -197,7 +197,7 @@ def main(args: Args) -> None:
     meter = run.meter
 
     for step in run.steps():  # saves checkpoints between steps
-        # ---- 1. batch: a part of rows that do not depend on the ranks; packing moves pairs ----
+        # ---- 1. batch: this rank's part; which rows are drawn does not depend on the ranks ----
         batch = [pairs[i] for i in distributed.items_of_rank(order.draw(args.batch_size))]
         micro_batches = pack_groups(batch, args.pack_tokens, device, model.share_prefix)
         margins_B2 = gather_margins(batch).to(device)
