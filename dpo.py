@@ -157,7 +157,7 @@ def forward(
 @torch.no_grad()
 def evaluate(
     policy: Policy,
-    pairs: Samples,
+    samples: Samples,
     indices: list[int],
     ref_logps_B2: Tensor,
     args: Args,
@@ -165,9 +165,9 @@ def evaluate(
 ) -> Meter:
     """Measure this rank's part of the held-out pairs with these indices."""
     meter = Meter()
-    own = [pairs[i] for i in distributed.items_of_rank(indices)]
+    own = [samples[i] for i in distributed.items_of_rank(indices)]
     for mb in pack_groups(own, args.pack_tokens, device, policy.share_prefix):
-        forward(policy, mb, ref_logps_B2, args, meter, "eval_")
+        forward(policy, mb, ref_logps_B2.to(device), args, meter, "eval_")
     return meter
 
 
@@ -180,32 +180,32 @@ def main(args: Args) -> None:
     path = resolve_model(args.model, weights=not args.dry_run)
     args = fit_max_length(args, path, earlier_flags)
     tokenizer = load_tokenizer(path, args)
-    (pairs, counts), (eval_pairs, eval_counts) = load_samples(
+    (samples, counts), (eval_samples, eval_counts) = load_samples(
         encode_row, PAIR_COLUMNS, tokenizer, args, image_args=args
     )
     needs_reference = not set(args.loss) <= REFERENCE_FREE
     if args.dry_run:
         counts += eval_counts
-        return dry_run(args, path, tokenizer, pairs, eval_pairs, counts=counts, image_args=args)
-    begin_run(args, pairs.rows, eval_pairs.rows)
-    order = pairs.order(args)
+        return dry_run(args, path, tokenizer, samples, eval_samples, counts=counts, image_args=args)
+    begin_run(args, samples.rows, eval_samples.rows)
+    order = samples.order(args)
 
     # ---- models: FSDP2 shards; the frozen reference scores the pairs before training ----
     policy = load_policy(path, args, device, image_args=args)
     ref_logps_R2, eval_ref_logps_R2 = reference_logps(
-        policy, (pairs, eval_pairs), tokenizer, args, device, needs_reference
+        policy, (samples, eval_samples), tokenizer, args, device, needs_reference
     )  # all R rows
     optimizer = adamw(policy, args)
     # --eval_generate: answers held-out prompts; None without it
-    generation = start_generation(policy, args, tokenizer, eval_pairs.all_rows)
+    generation = start_generation(policy, args, tokenizer, eval_samples.all_rows)
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
-    total_steps = num_steps(args, pairs)
+    total_steps = num_steps(args, samples)
     run = Run(
         args, policy, optimizer, tokenizer, total_steps, order=order, show=SHOW, curves=CURVES
     )
-    run.message(*describe_data(args, pairs, eval_pairs, counts, eval_counts))
-    for sample in pairs[0]:
+    run.message(*describe_data(args, samples, eval_samples, counts, eval_counts))
+    for sample in samples[0]:
         run.logger.preview(sample, tokenizer)
     meter = run.meter
     if generation and run.first_step == 0:
@@ -214,7 +214,7 @@ def main(args: Args) -> None:
     for step in run.steps():  # saves checkpoints between steps
         # ---- 1. batch: this rank's part; which rows are drawn does not depend on the ranks ----
         drawn = order.draw(args.batch_size)
-        batch = [pairs[i] for i in distributed.items_of_rank(drawn)]
+        batch = [samples[i] for i in distributed.items_of_rank(drawn)]
         micro_batches = pack_groups(batch, args.pack_tokens, device, policy.share_prefix)
         ref_logps_B2 = ref_logps_R2[drawn].to(device)
 
@@ -233,16 +233,16 @@ def main(args: Args) -> None:
         metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)
         if run.evaluates(step + 1):
             metrics |= evaluate_sets(
-                eval_pairs,
+                eval_samples,
                 lambda indices: evaluate(
-                    policy, eval_pairs, indices, eval_ref_logps_R2[indices].to(device), args, device
+                    policy, eval_samples, indices, eval_ref_logps_R2[indices], args, device
                 ),
             )
             if generation:
                 metrics |= generation.evaluate(step + 1)
         run.log(step + 1, metrics)
 
-    run.end(held_out_accuracy(run.latest, eval_pairs))
+    run.end(held_out_accuracy(run.latest, eval_samples))
     if generation:
         generation.close()
     distributed.cleanup()

@@ -93,9 +93,9 @@ def encode_row(row: dict, columns: tuple[str, ...], encoder: Encoder, args: Args
     return encode_pair(encoder, row, columns)
 
 
-def at_ends(pairs: Samples) -> Samples:
-    """Return the pairs with the last token of each sample as the only trained one."""
-    return Samples(pairs.rows, lambda i: [at_end(sample.ids, sample.row) for sample in pairs[i]])
+def at_ends(samples: Samples) -> Samples:
+    """Return the samples with the last token of each as the only trained one."""
+    return Samples(samples.rows, lambda i: [at_end(x.ids, x.row) for x in samples[i]])
 
 
 def margin_of(row: dict) -> float:
@@ -153,11 +153,11 @@ def forward(
 
 @torch.no_grad()
 def evaluate(
-    model: ScalarModel, pairs: Samples, indices: list[int], args: Args, device: torch.device
+    model: ScalarModel, samples: Samples, indices: list[int], args: Args, device: torch.device
 ) -> Meter:
     """Measure this rank's part of the held-out pairs with these indices."""
     meter = Meter()
-    own = [pairs[i] for i in distributed.items_of_rank(indices)]
+    own = [samples[i] for i in distributed.items_of_rank(indices)]
     margins_B2 = gather_margins(own).to(device)
     for mb in pack_groups(own, args.pack_tokens, device, model.share_prefix):
         forward(model, mb, margins_B2, args, meter, "eval_")
@@ -173,32 +173,31 @@ def main(args: Args) -> None:
     path = resolve_model(args.model, weights=not args.dry_run)
     args = fit_max_length(args, path, earlier_flags)
     tokenizer = load_tokenizer(path, args)
-    (pairs, counts), (eval_pairs, eval_counts) = load_samples(
+    (samples, counts), (eval_samples, eval_counts) = load_samples(
         encode_row, PAIR_COLUMNS, tokenizer, args, optional=("margin",)
     )
-    pairs, eval_pairs = at_ends(pairs), at_ends(eval_pairs)
+    samples, eval_samples = at_ends(samples), at_ends(eval_samples)
     if args.dry_run:
-        return dry_run(
-            args, None, tokenizer, pairs, eval_pairs, counts=counts + eval_counts, value_path=path
-        )
-    begin_run(args, pairs.rows, eval_pairs.rows)
-    order = pairs.order(args)
+        counts += eval_counts
+        return dry_run(args, None, tokenizer, samples, eval_samples, counts=counts, value_path=path)
+    begin_run(args, samples.rows, eval_samples.rows)
+    order = samples.order(args)
 
     # ---- model: FSDP2 shards of float32 masters, with a scalar head ----
     model = load_scalar_model(path, args, device)
     optimizer = adamw(model, args)
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
-    total_steps = num_steps(args, pairs)
+    total_steps = num_steps(args, samples)
     run = Run(args, model, optimizer, tokenizer, total_steps, order=order, show=SHOW, curves=CURVES)
-    run.message(*describe_data(args, pairs, eval_pairs, counts, eval_counts))
-    for name, sample in zip(("chosen", "rejected"), pairs[0], strict=True):
+    run.message(*describe_data(args, samples, eval_samples, counts, eval_counts))
+    for name, sample in zip(("chosen", "rejected"), samples[0], strict=True):
         run.message(f"{name}: {tokenizer.decode(sample.ids[:-1])}")
     meter = run.meter
 
     for step in run.steps():  # saves checkpoints between steps
         # ---- 1. batch: this rank's part; which rows are drawn does not depend on the ranks ----
-        batch = [pairs[i] for i in distributed.items_of_rank(order.draw(args.batch_size))]
+        batch = [samples[i] for i in distributed.items_of_rank(order.draw(args.batch_size))]
         micro_batches = pack_groups(batch, args.pack_tokens, device, model.share_prefix)
         margins_B2 = gather_margins(batch).to(device)
 
@@ -217,11 +216,11 @@ def main(args: Args) -> None:
         metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)
         if run.evaluates(step + 1):
             metrics |= evaluate_sets(
-                eval_pairs, lambda indices: evaluate(model, eval_pairs, indices, args, device)
+                eval_samples, lambda indices: evaluate(model, eval_samples, indices, args, device)
             )
         run.log(step + 1, metrics)
 
-    run.end(held_out_accuracy(run.latest, eval_pairs))
+    run.end(held_out_accuracy(run.latest, eval_samples))
     distributed.cleanup()
 
 
