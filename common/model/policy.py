@@ -145,14 +145,14 @@ def load_policy(
     named in errors; `kind` is the class of the result. Raises `ValueError` if the model cannot run
     packs exactly. Collective."""
     with named_errors(f"{flag} {path}", ValueError):
-        model, source = build_on_meta(path, args, device, trainable, flag, kind, moves, image_args)
+        model, files = build_on_meta(path, args, device, trainable, flag, kind, moves, image_args)
         if device.type != "meta":
-            shard_and_fill(model, source, args, device, trainable)
+            shard_and_fill(model, files, args, device, trainable)
             check_packs(model, args)
         return model
 
 
-class Source(NamedTuple):
+class WeightFiles(NamedTuple):
     """How to fill the weights of a model on meta from the files of its folder."""
 
     rules: list
@@ -166,7 +166,7 @@ class Source(NamedTuple):
 def build_on_meta(
     path: str, args: BaseArgs, device: torch.device, trainable: bool, flag: str,
     kind: type[PackedModel], moves: bool, image_args: ImageArgs,
-) -> tuple[PackedModel, Source]:  # fmt: skip
+) -> tuple[PackedModel, WeightFiles]:  # fmt: skip
     """Build the model on meta: which weights are trained, in which dtype, what is recomputed."""
     # Weights that change are float32. Frozen ones, also those under adapters, have the compute
     # dtype: otherwise FSDP would cast them before every forward.
@@ -193,21 +193,21 @@ def build_on_meta(
     if args.context_ranks > 1:
         require_context_ranks(hf.config.get_text_config(), args.context_ranks)
     if not (trainable and args.lora_rank):
-        return model, Source(rules)
+        return model, WeightFiles(rules)
     from common.model.lora import add_adapters, read_adapter
 
     add_adapters(hf, args)
     # The adapter belongs to --model; a value model beside it starts with a new one.
     adapter = read_adapter(hf, args.adapter) if args.adapter and flag == "--model" else {}
     if args.quantize is None:
-        return model, Source(rules, adapter=adapter)
+        return model, WeightFiles(rules, adapter=adapter)
     with extra("quantized", f"--quantize {args.quantize}"):
         from extras.quantized.nf4 import pack_layers
-    return model, Source(rules, pack_layers(hf, device), adapter)
+    return model, WeightFiles(rules, pack_layers(hf, device), adapter)
 
 
 def shard_and_fill(
-    model: PackedModel, source: Source, args: BaseArgs, device: torch.device, trainable: bool
+    model: PackedModel, files: WeightFiles, args: BaseArgs, device: torch.device, trainable: bool
 ) -> None:
     """Shard a model on meta, and read this rank's slices of the files. Collective."""
     hf = model.hf
@@ -222,16 +222,16 @@ def shard_and_fill(
     shard(model, units, args, device, reshard_root=not trainable)
     # Only parameters may stay on the host: FSDP gathers them on the device.
     home = torch.device("cpu") if args.offload == "all" else device
-    lacks_head = read_weights(hf, model.path, source.rules, home, device, source.change)
+    lacks_head = read_weights(hf, model.path, files.rules, home, device, files.change)
     if lacks_head:
         if not trainable:
             raise ValueError("a language model without a reward head")
         head, generator = hf.score.weight, torch.Generator().manual_seed(args.seed)
         fill(head, torch.randn(head.shape, generator=generator) / (head.shape[1] + 1) ** 0.5)
-    if source.adapter is not None:
+    if files.adapter is not None:
         from common.model.lora import fill_adapters
 
-        fill_adapters(hf, source.adapter, args.seed)
+        fill_adapters(hf, files.adapter, args.seed)
     if model.compiled and trainable:
         distributed.say("--compile: the first steps take longer, until all blocks are compiled")
 
