@@ -46,9 +46,9 @@ def measure_groups(
     warn: bool = False,
 ) -> None:
     """Log rewards and lengths of this rank's groups. A reward of NaN is missing and not counted.
-    `warn`: rank 0 prints what `warnings` finds, for the first rollout of a run; then collective."""
+    `warn`: rank 0 prints `first_rollout_warnings`; then collective."""
     if warn:
-        for warning in warnings(groups, rewards_PG, bool(named_rewards)):
+        for warning in first_rollout_warnings(groups, rewards_PG, bool(named_rewards)):
             distributed.say(f"warning: in the first rollout {warning}")
     valid_PG = ~rewards_PG.isnan()
     std_P = group_std(rewards_PG)[:, 0]
@@ -74,7 +74,9 @@ def measure_groups(
             meter.mean(f"tools/{name}", count)
 
 
-def warnings(groups: list[Group], rewards_PG: Tensor, has_rewards: bool = True) -> list[str]:
+def first_rollout_warnings(
+    groups: list[Group], rewards_PG: Tensor, has_rewards: bool = True
+) -> list[str]:
     """Return what looks wrong in a rollout of all ranks, with the flags that may solve it.
     `has_rewards`: whether the run has rewards. Collective."""
     ends = [sample.finish_reason for sample in chain(*groups)]

@@ -86,7 +86,7 @@ FORM = "see --reward, the answer format in the prompt, and --temperature"
 def test_warnings_name_the_obstacles_to_learning(groups, found):
     rewards_PG = torch.tensor([[reward for reward, _ in group] for group in groups])
     samples = [[completion(3, reason) for _, reason in group] for group in groups]
-    assert measure.warnings(samples, rewards_PG) == found
+    assert measure.first_rollout_warnings(samples, rewards_PG) == found
 
 
 def test_first_rollout_is_warned_about(capsys):
