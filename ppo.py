@@ -155,7 +155,7 @@ class Args(PolicyLossArgs, KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs
             )
 
 
-def estimate(
+def with_advantages(
     mb: PackedBatch, scores_BG: Tensor, turn_weight: float, args: Args, meter: Meter
 ) -> PackedBatch:
     """Return the micro-batch with advantages, returns and importance weights; measure its rewards
@@ -294,7 +294,8 @@ def main(args: Args) -> None:
 
         # ---- 3. rewards of tokens; advantages and returns ----
         minibatches = [
-            [estimate(mb, scores_BG, turn_weight, args, meter) for mb in mbs] for mbs in minibatches
+            [with_advantages(mb, scores_BG, turn_weight, args, meter) for mb in mbs]
+            for mbs in minibatches
         ]
         minibatches = whiten(minibatches)
 

@@ -103,7 +103,7 @@ def test_logged_kl_is_the_log_ratio_for_every_estimator_of_the_penalty():
     )
     for estimator in KL:
         args, meter = ppo.Args(beta=0.2, kl_estimator=estimator), Meter()
-        ppo.estimate(mb, SCORES[:1], 0.0, args, meter)
+        ppo.with_advantages(mb, SCORES[:1], 0.0, args, meter)
         numbers = meter.reduce()
         assert numbers["objective/kl"] == pytest.approx(0.5 - 0.5 + 1 + 8)
         penalty = 0.2 * sum(KL[estimator](d) for d in (0, 0.5, -0.5, 1, 8))
