@@ -41,9 +41,9 @@ class Checkpointer:
     """Saves and loads a model with its optimizer. It also saves further objects (`stateful`)
     through their `state_dict`, which must be small and the same on every rank.
 
-    `value` is a second trained model and its optimizer (a critic). `moving` is a model without an
-    optimizer that follows the policy (`move_towards`). In the export, `stop_token_ids` end a
-    completion as the EOS does."""
+    `value` is the value model and its optimizer. `moving` is a model without an optimizer that
+    follows the policy (`move_towards`). In the export, `stop_token_ids` end a completion as the EOS
+    does."""
 
     def __init__(
         self, args: TrainArgs, model: PackedModel, optimizer: Optimizer, tokenizer, value=None,
