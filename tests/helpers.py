@@ -4,6 +4,7 @@ its comparison. The other files that tests import from:
     in_process.py           `main("sft", *flags)`, one rank in the test process; small models, data
     processes.py            `run(2, "sft.py", *flags)`, ranks as processes; errors, signals, kills
     warm.py, preload.py     the process from which these ranks are forked; what it has imported
+    replaced.py             what runs of tests do otherwise than a user's
     engines.py              fixtures `engine`, of transformers and vLLM, and `policy`
     naive.py                scalar objectives; `check` compares values and gradients with them
     scripts.py              names and flags of the project's scripts

@@ -15,7 +15,8 @@ import pytest
 import torch
 from helpers import write_rows
 from hypothesis import settings
-from processes import IN_TESTS, last
+from processes import last
+from replaced import IN_TESTS, in_process
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.config.online import OnlineArgs
@@ -77,13 +78,8 @@ def main(device) -> Callable[..., None]:
 
     def run_main(script: str, *flags: object) -> None:
         module = importlib.import_module(script)
-        of_pytest = {
-            "common.parallel.distributed.setup": lambda *_: (device, 0, 1),  # once in a process
-            "common.parallel.distributed.cleanup": lambda: None,  # other tests use the group
-            "common.parallel.process.note_signals": lambda: None,  # Ctrl-C stops pytest
-        }
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in (IN_TESTS | of_pytest).items():
+            for name, value in (IN_TESTS | in_process(device)).items():
                 patch.setattr(name, value)
             module.main(parse(module.Args, last(flags)))
 

@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 import transformers.conversion_mapping as conversions
-from processes import IN_TESTS
+from replaced import IN_TESTS, IN_VLLM
 from scripts import SCRIPTS
 
 from common.config.parse import parse
@@ -42,16 +42,12 @@ conversions.get_checkpoint_conversion_mapping("qwen3")
 
 # ---- what runs of tests do otherwise ----
 
-for name, value in IN_TESTS.items():
-    pytest.MonkeyPatch().setattr(name, value)
-if vllm := sys.modules.get("vllm.v1.worker.cpu_worker"):  # most of the time of an engine's start
+if vllm := sys.modules.get("vllm.v1.worker.cpu_worker"):
     with warnings.catch_warnings(action="ignore"):
         vllm.current_platform.register_triton_kernel_overrides()
-    type(vllm.current_platform).register_triton_kernel_overrides = lambda _: None
     sys.modules["vllm.logger"].configure_logging(sys.modules["vllm.config.logging"].LoggingConfig())
-    vllm.CPUWorker.determine_available_memory = lambda _: 1 << 27  # zeros, instead of a GiB
-    # else a new interpreter inspects a class
-    sys.modules["vllm.model_executor.models.registry"]._run_in_subprocess = lambda f: f()
+for name, value in (IN_TESTS | (IN_VLLM if vllm else {})).items():
+    pytest.MonkeyPatch().setattr(name, value)
 gc.freeze()  # collections in the ranks skip them
 unfreeze, gc.unfreeze = gc.unfreeze, lambda: None  # an engine's shutdown would undo it
 atexit.register(unfreeze)

@@ -24,13 +24,6 @@ import warm
 from helpers import ROOT, logged, write
 
 PATIENCE = 600  # seconds after which a process counts as hanging; no test depends on less
-# What runs of tests do otherwise than a user's: in ranks (preload.py), in `main` (in_process.py).
-IN_TESTS = {
-    "common.train.run.SAMPLES_EVERY": 1,  # tests read the samples of each step
-    "common.train.run.CHECK_EVERY": 1,  # engine = trainer in each step
-    "common.metrics.logger.RunLogger.draw_curves": lambda _: None,  # half of a short run's time
-    "os.fsync": lambda _: None,  # a fifth
-}
 BAD_ENDS = ("CUDA Error", "Traceback", "Aborted", "terminate called", "pure virtual")
 
 

@@ -12,7 +12,7 @@ import posix
 import runpy
 import sys
 
-os.fsync = posix.fsync  # not that of tests/preload.py
+os.fsync = posix.fsync  # not that of tests/replaced.py
 _, rank, *words = sys.argv
 count = 3 if words[0] == "clock" else 6
 values, sys.argv = words[:count], words[count:]
