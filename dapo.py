@@ -77,7 +77,7 @@ def advantages(rewards_BG: Tensor) -> Tensor:
 
 
 def clip(x: PolicyInputs) -> PolicyLoss:
-    """Return the policy loss of each token, its ratio rho, and whether it is clipped (Eq. 8)."""
+    """Return loss, rho and clipping per token. The same in five scripts; a test compares them."""
     rho_T = bounded_exp(x.log_rho_T)
     clipped_T = rho_T.clamp(1 - x.clip_low, 1 + x.clip_high)
     loss_T = -torch.min(rho_T * x.A_T, clipped_T * x.A_T)
@@ -91,7 +91,7 @@ def loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, advantages_T: Tensor,
     mask_T: Tensor, sequence_ids_T: Tensor, num_tokens: Tensor, args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Return each token's share of the objective L, to be minimised, and per-token tensors to log.
+    """Return each token's share of L (Eq. 8), to be minimised, and per-token tensors to log.
     `mask_T`: trained tokens; `sequence_ids_T`: the completion of each token; `num_tokens`: trained
     tokens of the *global* minibatch."""
     low, high = args.clip_low, args.clip_high

@@ -85,7 +85,7 @@ def advantages(
 
 
 def clip(x: PolicyInputs) -> PolicyLoss:
-    """Return the policy loss of each token, its ratio rho, and whether it is clipped."""
+    """Return loss, rho and clipping per token. The same in five scripts; a test compares them."""
     rho_T = bounded_exp(x.log_rho_T)
     clipped_T = rho_T.clamp(1 - x.clip_low, 1 + x.clip_high)
     loss_T = -torch.min(rho_T * x.A_T, clipped_T * x.A_T)

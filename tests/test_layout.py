@@ -295,6 +295,16 @@ def test_no_loop_hides_a_condition_behind_its_iterable():
     assert found == []
 
 
+def test_clip_is_the_same_in_every_script():
+    found = {
+        path.name: ast.unparse(node)
+        for path in SCRIPTS.values()
+        for node in tree(path).body
+        if isinstance(node, ast.FunctionDef) and node.name == "clip"
+    }
+    assert len(found) == 5 and found == dict.fromkeys(found, found["grpo.py"])
+
+
 def test_objectives_take_tensors_and_numbers():
     wrong = set()
     for path in ROOT.glob("common/objectives/*.py"):
