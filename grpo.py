@@ -265,7 +265,7 @@ def main(args: Args) -> None:
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
-                    if n == 0:  # before the first update
+                    if n == 0:  # before the first update pi_old is pi
                         mb.old_logprobs_T = logprobs_T.detach()
                     old_logprobs_T = mb.old_logprobs_T if needs_old else mb.rollout_logprobs_T
                     share_T, logged = loss(

@@ -175,12 +175,12 @@ def main(args: Args) -> None:
         # ---- 4. update: one optimizer step per minibatch; a loss of nan or inf stops the run ----
         with meter.time("train"):
             lr = run.learning_rate(step)
-            for minibatch in minibatches * args.epochs_per_rollout:
+            for n, minibatch in enumerate(minibatches * args.epochs_per_rollout):
                 _, num_sequences = count_trained(minibatch)  # on all ranks
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
-                    if mb.old_logprobs_T is None:  # before the first update pi_old is pi
+                    if n == 0:  # before the first update pi_old is pi
                         mb.old_logprobs_T = logprobs_T.detach()
                     c_T = importance_weights(
                         mb.old_logprobs_T,
