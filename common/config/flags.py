@@ -88,8 +88,9 @@ Tracker = Annotated[str, _written_as(TRACKERS, "wandb, tensorboard or path/to/fi
 Several = Annotated[tuple[T, ...], BeforeValidator(as_tuple)]
 
 # Marks a flag that a resumed run may change, because it says how long, where or how often a run
-# works, and not what a step computes. (Two are not quite so: `max_steps` stretches a decaying
-# learning rate, and turning `rollout_ranks` on or off changes how old the weights of samples are.)
+# works, and not what a step computes. Two exceptions change what a step computes: `max_steps`
+# stretches a decaying learning rate, and turning `rollout_ranks` on or off changes how old the
+# weights of samples are.
 MAY_CHANGE = object()
 MayChange = Annotated[T, MAY_CHANGE]
 

@@ -97,8 +97,9 @@ class PackedBatch(ModelTokens):
         return self.sequence_sums(self.loss_mask_T) > 0
 
     def select(self, values: Tensor) -> Tensor:
-        """Look up the numbers of this micro-batch's samples: [N], float64. `values` has one number
-        for each packed sample of all ranks: [B, G] for groups, else [B]; or raise `ValueError`."""
+        """Look up one number per sample of this micro-batch: [N], float64. `values` has one for
+        each packed sample of all ranks: [B, G] for groups, else [B]. Another shape raises
+        `ValueError`."""
         shape = self.shape_of_samples
         is_table = len(shape) > 1 and shape[1] > 1
         if shape and (values.numel() != math.prod(shape) or is_table and values.shape != shape):
@@ -115,7 +116,7 @@ class PackedBatch(ModelTokens):
         return padded[self.sequence_ids_T].float()
 
     def with_streams(self, **streams_T: Tensor) -> "PackedBatch":
-        """Return a copy with further streams, which must be [T], or raise `ValueError`."""
+        """Return a copy with further streams. Raises `ValueError` unless each is [T]."""
         for name, x_T in streams_T.items():
             if x_T.shape[:1] != self.loss_mask_T.shape:
                 problem = f"{x_T.numel()} numbers for {len(self.loss_mask_T)} tokens"

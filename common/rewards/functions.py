@@ -47,7 +47,8 @@ def gsm8k(completion: str, row: dict) -> float:
 
 def gsm8k_flexible(completion: str, row: dict) -> float:
     """Return `gsm8k` of a completion in any form. Its answer is the first number in the last
-    \\boxed{...}, else the number after the last `####` or `A:`, else the last number."""
+    \\boxed{...} (with \\frac none), else the number after the last `####` or `A:`, else the last
+    number."""
     number = any_number(completion)
     return float(number is not None and number in gold_numbers(row))
 

@@ -25,8 +25,8 @@ def require_agreement(
     current weights, those after `step` steps. Tokens of older weights differ anyway. Collective.
 
     This finds a wrong temperature, or a weight that the engine has not loaded, before the update
-    trains on it. (Weights of an earlier step change too little to show here: `sync_weights` finds
-    them.) Raises `RunError` if the 99.9th percentile of the differences is above
+    trains on it. (Weights that are one step old differ too little to show here; `sync_weights`
+    finds those.) Raises `RunError` if the 99.9th percentile of the differences is above
     `--max_logprob_difference`, or their mean above a tenth of it. The maximum has no limit: in
     bfloat16, rounding alone makes it large when there are many tokens."""
     dtype = str(compute_dtype(args, device)).removeprefix("torch.")
