@@ -11,6 +11,7 @@ Prompts are numbered in the order in which their rows are drawn. Training rank n
 and scores the group of prompt n. The packer may then send its samples to other ranks for training.
 Seeds depend on n alone, so the samples do not depend on the number of ranks."""
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -131,10 +132,10 @@ class Sampler:
         `--eval_temperature` with the weights after `step` steps. Collective."""
         args = self.args
         ranks = distributed.world_size()
+        padded = math.ceil(len(prompts) / ranks) * ranks
         # Negative, since training prompts count from 0. `is_own` gives the first one to rank 0.
-        first = -(len(prompts) + -len(prompts) % ranks)
         requests = [
-            PromptRequest(first + i, *prompts[i], distributed.fold_seed(args.seed, i),
+            PromptRequest(i - padded, *prompts[i], distributed.fold_seed(args.seed, i),
                           args.eval_samples, args.eval_temperature)
             for i in range(len(prompts))
         ]  # fmt: skip
