@@ -38,7 +38,8 @@ class Order:
         numbers = []
         first = sum(self.drawn.values()) + 1
         for nth in range(first, first + count):
-            name = max(self.numbers, key=lambda x, n=nth: self.weights[x] * n - self.drawn[x])
+            lack = {x: self.weights[x] * nth - self.drawn[x] for x in self.numbers}
+            name = max(lack, key=lack.__getitem__)
             epoch, place = divmod(self.drawn[name], len(self.numbers[name]))
             self.drawn[name] += 1
             if place == 0 or name not in self.passes:
