@@ -129,8 +129,9 @@ def preference_loss(
         case "apo_down":
             # arXiv:2408.06266: sigma(rc) + 1 - sigma(rc - rr); both down, rejected further
             return rc.sigmoid() + (-beta * (p.lc - p.lr)).sigmoid()
-        # arXiv:2406.08414: -sigma(-z/tau) log sigma(z) + sigma(z/tau) exp(-z), a product in the log
         case "discopop":
+            # arXiv:2406.08414: -sigma(-z/tau) log sigma(z) + sigma(z/tau) exp(-z), the second
+            # product in the log
             tau = 0.05
             return -(-z / tau).sigmoid() * logsigmoid(z) + torch.exp(logsigmoid(z / tau) - z)
         case "simpo":  # arXiv:2405.14734 Eq. 6
