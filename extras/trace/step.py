@@ -18,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -63,7 +64,7 @@ CPU = torch.device("cpu")
 def recorded(run: Run, parts: Path) -> Iterator[None]:
     """Write to the folder `parts` what a packed step needs beside the trace: the weights before the
     step, and everything else after its updates. Collective."""
-    trace.GROUPS, trace.DIGITS = sys.maxsize, EXACT
+    trace.GROUPS, trace.DIGITS = sys.maxsize, EXACT  # they stay: the trace is written after this
     args, model = run.args, run.models[0]
     is_small = 4 * sum(p.numel() for p in model.parameters()) <= LARGEST_MODEL
     if is_small and not (args.lora_rank or model.images or args.context_ranks > 1):
@@ -78,8 +79,8 @@ def recorded(run: Run, parts: Path) -> Iterator[None]:
             gradient.update(gradient_of(model))
         return optimizer_step(*given)
 
-    script.optimizer_step = step
-    yield
+    with mock.patch.object(script, "optimizer_step", step):
+        yield
     tokenizer, rows, packs = run.trace.tokenizer, {}, []
     thoughts = Thoughts(tokenizer, cut=True)
     for position, group in run.trace.sampled.items():
@@ -155,7 +156,7 @@ def check(path: Path) -> int:
     with TemporaryDirectory() as temporary:
         about, groups = unpack(path, folder := Path(temporary, "step"))
         hf = folder / "hf" if (folder / WEIGHTS).is_file() else None
-        with named_errors(f"{path}: no packed step"):
+        with named_errors(f"{path}: no packed step"), mock.patch.object(trace, "DIGITS", EXACT):
             for quantity, *number in computed(about, groups, hf):
                 found[quantity].append(number)
             lines = [verdict(quantity, numbers) for quantity, numbers in found.items()]
@@ -184,7 +185,6 @@ def computed(about: dict, groups: list[dict], hf: Path | None) -> Iterator[Numbe
     """Compute each quantity of a step from other numbers of the file and its model in `hf`."""
     if about["script"] not in SCRIPTS:
         raise ValueError("its script is unknown")
-    trace.DIGITS = EXACT
     script, flags = importlib.import_module(about["script"]), about["flags"]
     safe = [name for name in flags["reward"] if name in SAFE]
     weights = flags["reward_weights"] if safe == flags["reward"] else ()

@@ -16,7 +16,7 @@ from helpers import ROOT
 from processes import call_main, run
 
 from common.parallel import distributed
-from extras.trace import replay, step, trace, view
+from extras.trace import replay, step, view
 from extras.trace.tests.test_trace import flags
 
 REWARDS = ("--model", "tiny-sft", "--prompt_format", "plain", "--reward", "exact_match", "format")
@@ -29,8 +29,6 @@ SCRIPTS = {
 @pytest.fixture(autouse=True)
 def restored(monkeypatch):
     """Give the other tests of this process their old modules back."""
-    monkeypatch.setattr(trace, "DIGITS", trace.DIGITS)
-    monkeypatch.setattr(trace, "GROUPS", trace.GROUPS)
     for script in step.SCRIPTS:
         known = sys.modules.get(script) or importlib.import_module(script)
         monkeypatch.setitem(sys.modules, script, known)
