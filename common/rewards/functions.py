@@ -88,9 +88,8 @@ REWARDS: dict[str, Reward] = {
     function.__name__: function
     for function in (exact_match, gsm8k, gsm8k_flexible, boxed, format, tag_format)
 }
-for function in (exact_match, gsm8k, gsm8k_flexible, boxed):
-    function.columns = ("answer",)
-    function.check = check_answer
+exact_match.columns = gsm8k.columns = gsm8k_flexible.columns = boxed.columns = ("answer",)
+exact_match.check = boxed.check = check_answer
 gsm8k.check = gsm8k_flexible.check = check_number
 gsm8k.vote = lambda completion, row: stated_number(completion)
 gsm8k_flexible.vote = lambda completion, row: any_number(completion)
