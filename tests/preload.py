@@ -39,6 +39,7 @@ with contextlib.suppress(ImportError):  # vLLM may not be installed
 # tyro imports most of its modules here, and transformers makes the mappings of all models
 parse(scripts["sft"].Args, ["--model", "m", "--dataset", "d"])
 conversions.get_checkpoint_conversion_mapping("qwen3")
+importlib.import_module("processes")  # has the function that a rank runs
 
 # ---- what runs of tests do otherwise ----
 
