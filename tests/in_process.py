@@ -1,4 +1,4 @@
-"""Runs of scripts on one rank inside the test process, and models and data for short runs."""
+"""Scripts on one rank and tools inside the test process, and models and data for short runs."""
 
 import importlib
 import json
@@ -7,7 +7,7 @@ import random
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -84,6 +84,23 @@ def main(device) -> Callable[..., None]:
             module.main(parse(module.Args, last(flags)))
 
     return run_main
+
+
+def call_main(
+    main: Callable[[], None], words: Sequence[object], code: int, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> tuple[str, str]:  # fmt: skip
+    """Call the `main` of a tool with this command line, and check that it ends with `code`. Return
+    stdout and stderr."""
+    monkeypatch.setattr(sys, "argv", list(map(str, words)))
+    ended = 0
+    try:
+        main()
+    except SystemExit as error:
+        ended = error.code
+    shown = capsys.readouterr()
+    assert ended == code, shown
+    return shown.out, shown.err
 
 
 @pytest.fixture(scope="session")

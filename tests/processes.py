@@ -239,23 +239,6 @@ class Ranks:
         return subprocess.CompletedProcess([], code, *texts)
 
 
-def call_main(
-    main: Callable[[], None], words: Sequence[object], code: int, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> tuple[str, str]:  # fmt: skip
-    """Call the `main` of a tool with this command line, and check that it ends with `code`. Return
-    stdout and stderr."""
-    monkeypatch.setattr(sys, "argv", list(map(str, words)))
-    ended = 0
-    try:
-        main()
-    except SystemExit as error:
-        ended = error.code
-    shown = capsys.readouterr()
-    assert ended == code, shown
-    return shown.out, shown.err
-
-
 def _be_a_rank(
     words: list[str], variables: dict[str, str], folder: str, prepare: Callable[[], object] | None
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers import ROOT
-from processes import call_main
+from in_process import call_main
 
 from common.config.parse import parse
 from course import lesson as module

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import ROOT, write
-from processes import Ranks, call_main
+from in_process import call_main
+from processes import Ranks
 
 from course import race
 

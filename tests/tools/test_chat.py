@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, tiny_tokenizer
+from in_process import call_main
 from model.adapters import ARGS
-from processes import call_main
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

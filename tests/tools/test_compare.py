@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import yaml
 from helpers import ROOT, write_rows
+from in_process import call_main
 from PIL import Image
-from processes import call_main
 
 COMPARE = ROOT / "tools" / "compare.py"
 module = runpy.run_path(str(COMPARE), run_name="compare")

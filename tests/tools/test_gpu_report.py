@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import write
-from processes import call_main
+from in_process import call_main
 
 from bench import gpu_report
 

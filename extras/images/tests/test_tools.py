@@ -7,8 +7,8 @@ import sys
 
 import pytest
 from helpers import ROOT
+from in_process import call_main
 from PIL import EpsImagePlugin, Image
-from processes import call_main
 
 import sft
 from common.parallel.process import visible

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers import write_rows
-from processes import call_main
+from in_process import call_main
 
 from common.metrics.runs import read_run
 from extras.trace import doctor

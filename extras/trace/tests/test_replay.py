@@ -6,7 +6,8 @@ import sys
 
 import pytest
 from helpers import ROOT
-from processes import call_main, run
+from in_process import call_main
+from processes import run
 
 from extras.trace import replay
 from extras.trace.tests.test_trace import LARGE_STEPS, SCRIPTS, flags, traces

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT
-from processes import call_main, run
+from in_process import call_main
+from processes import run
 
 from common.parallel import distributed
 from extras.trace import replay, step, view

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers import write_rows
-from processes import call_main
+from in_process import call_main
 
 from extras.trace import file as trace_file
 from extras.trace import view
