@@ -3,8 +3,8 @@ arXiv:2402.01306).
 
     torchrun --nproc_per_node 8 kto.py --config configs/qwen3_1.7b_kto.yaml
 
-As in dpo.py, the implicit reward of a completion y is its log-ratio to a frozen reference. Without
-pairs it is compared with a baseline z0:
+As in dpo.py, the implicit reward of a completion y is beta l(y), where l is its log-ratio to a
+frozen reference. Without pairs it is compared with a baseline beta z0:
 
     l(y) = log(pi(y) / pi_ref(y))                   pi(y): product over the tokens of the completion
     z0   = max(0, mean of l over mismatches)                                           kl_baseline()

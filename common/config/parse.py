@@ -2,7 +2,7 @@
 and `--preset NAME`, and checks the flags (with pydantic). An error is one line.
 
 If several places give a flag, the last of these wins: the default, the default for the built-in
-model, the preset, the file, the command line."""
+model, the file, the command line. A preset's flags may only be given with its values."""
 
 import contextlib
 import dataclasses

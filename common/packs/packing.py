@@ -5,10 +5,10 @@ them, so that all ranks have the same work (placement.py). Every sample has an i
 over all ranks. Use it to look up what was computed before packing, such as advantages:
 `mb.select(advantages_BG)`. Move such numbers to the device once, before the micro-batches.
 
-Tokens are shifted here, and in tokens.py if prefixes are shared. In a `Sample`, streams are
-aligned with `ids`: `x[i]` describes the token `ids[i]`. The packer makes inputs `ids[:-1]` and
-targets `ids[1:]`, and aligns every stream with the targets: in a `PackedBatch`, `x_T[t]` describes
-the prediction of `targets_T[t]`.
+Tokens are shifted here, and in tokens.py for shared prefixes and context ranks. In a `Sample`,
+streams are aligned with `ids`: `x[i]` describes the token `ids[i]`. The packer makes inputs
+`ids[:-1]` and targets `ids[1:]`, and aligns every stream with the targets: in a `PackedBatch`,
+`x_T[t]` describes the prediction of `targets_T[t]`.
 
 Shapes: N sequences and T tokens in one micro-batch, B groups of all ranks."""
 
@@ -46,7 +46,7 @@ class PackedBatch(ModelTokens):
     is_last = True  # of its minibatch: hybrid sharding then averages over copies of the model
     compact: CompactTokens | None = None  # what the model runs on, if not on these tokens
     shape_of_samples: tuple[int, ...] = ()  # [B, G], or flat if groups differ in size
-    rollout_logprobs_T: Tensor | None = None  # float32, like all below
+    rollout_logprobs_T: Tensor | None = None  # float32, like most below
     versions_T: Tensor | None = None  # training steps of the weights that sampled a token
     turn_rewards_T: Tensor | None = None  # for turns before the last; ppo.py sets them
     # Streams that scripts add:
@@ -98,7 +98,7 @@ class PackedBatch(ModelTokens):
 
     def select(self, values: Tensor) -> Tensor:
         """Look up one number per sample of this micro-batch: [N], float64. `values` has one for
-        each packed sample of all ranks: [B, G] for groups, else [B]. Another shape raises
+        each packed sample of all ranks: [B, G] for groups, else [B]. Another number raises
         `ValueError`."""
         shape = self.shape_of_samples
         is_table = len(shape) > 1 and shape[1] > 1
@@ -116,7 +116,7 @@ class PackedBatch(ModelTokens):
         return padded[self.sequence_ids_T].float()
 
     def with_streams(self, **streams_T: Tensor) -> "PackedBatch":
-        """Return a copy with further streams. Raises `ValueError` unless each is [T]."""
+        """Return a copy with further streams. Raises `ValueError` unless each is [T, ...]."""
         for name, x_T in streams_T.items():
             if x_T.shape[:1] != self.loss_mask_T.shape:
                 problem = f"{x_T.numel()} numbers for {len(self.loss_mask_T)} tokens"

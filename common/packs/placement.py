@@ -47,8 +47,8 @@ class GroupShape(NamedTuple):
         return self.tokens + ATTENTION * pairs
 
     def parts(self, limit: int) -> list["GroupShape"]:
-        """Split the group in order into parts of at most this size. A sequence begins a new part if
-        it does not fit, or if it shares nothing with the one before it."""
+        """Split the group in order into parts of at most this size, or of one sequence. A sequence
+        begins a new part if it does not fit, or shares nothing with the one before it."""
         parts: list[GroupShape] = []
         for length, prefix in zip(*self, strict=True):
             if prefix:
@@ -67,9 +67,9 @@ def place_groups(
     group. Return the groups, or their parts, by key, and the micro-batches.
 
     A group is split into parts unless its sequences have to stay `together`. Parts are large, since
-    each computes its prefix again, but none is above a bin's equal share of all tokens. A bin holds
-    at most `max_tokens`, and the bins of a micro-batch cost about the same. There are as few
-    micro-batches as best fit, with the largest first, needs."""
+    each computes its prefix again, but none of several sequences is above a bin's equal share of
+    all tokens. A bin holds at most `max_tokens`, and the bins of a micro-batch cost about the same.
+    There are as few micro-batches as best fit, with the largest first, needs."""
     if not together:
         total = sum(group.size for groups in ranks for group in groups)
         limit = min(max_tokens, total // num_bins + 1)

@@ -1,6 +1,6 @@
 """The ranks of a launch: how they start, talk and stop, and the seeds that they share.
 
-Every script calls `setup()` first, `cleanup()` at the end of its `main`, and `end_process()` after
+Every `main` calls `setup()` first, `cleanup()` at the end of its `main`, and `end_process()` after
 it. `--rollout_ranks` divides the launch into two roles, training ranks and rollout ranks. Each role
 has its own process group, so every collective, here and in the libraries, spans the ranks of one
 role. `link` makes a group of ranks of both roles."""

@@ -5,7 +5,7 @@ completion is a coroutine that awaits `sample` for its next turn. Between the co
 (episodes.py) calls `step`, which does the work:
 
     await engine.sample(request)        one coroutine for each turn in flight
-    engine.step(meter)                  adds a token to each turn; wakes those whose turn has ended
+    engine.step(meter)                  adds a token (or all) to each turn; wakes those that ended
 
 The weights may change between two calls of `step`. Turns in flight then go on with the new weights,
 and every token records the version of the weights that sampled it. On a training rank:

@@ -89,7 +89,7 @@ class Episodes:
 
     A completion has at most `--max_turns` turns, and at most `--max_new_tokens` tokens in all turns
     and answers together. If a limit cuts it, its finish_reason is `length`. Every turn has a seed
-    of its own, so completions depend neither on the number of ranks nor on each other."""
+    of its own: on a CPU, completions depend neither on the number of ranks nor on each other."""
 
     def __init__(self, engine: Engine, args: SamplingArgs):
         self.engine = engine

@@ -9,7 +9,7 @@ engine is in this process (`ColocatedEngine`) or, with `--rollout_ranks`, on oth
 
 Prompts are numbered in the order in which their rows are drawn. Training rank n % ranks receives
 and scores the group of prompt n. The packer may then send its samples to other ranks for training.
-Seeds depend on n alone, so the samples do not depend on the number of ranks."""
+Seeds do not depend on the ranks; on a CPU, nor do the samples."""
 
 import math
 from collections import deque

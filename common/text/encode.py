@@ -32,8 +32,8 @@ COLUMNS_OF_CHATS = ("tools", "chat_template_kwargs", "system", "system_prompt")
 
 
 class Encoder:
-    """Encodes rows for training and for sampling. A prompt has the same ids in both. Ids are
-    `array("i")`, masks `bytes`."""
+    """Encodes rows for training and for sampling. A prompt has the same ids in both. Ids of
+    samples are `array("i")`, masks `bytes`."""
 
     def __init__(
         self, tokenizer, args: DataArgs, image_args: ImageArgs = NO_IMAGES,

@@ -7,7 +7,7 @@
         run.log(step + 1, run.reduce(samples, lr=lr))
     run.end()                         writes hf/, and a checkpoint after a signal
 
-Nothing here depends on the algorithm."""
+Nothing here depends on the objective."""
 
 import math
 import shlex
@@ -48,7 +48,7 @@ class Run:
     ):  # fmt: skip
         """Load the newest intact checkpoint into the model, the optimizer, and the place in the
         data: the `order` of rows, or of an online script the `sampler`, which has an order of
-        prompts. distill.py has both if it mixes them. A script may add `stateful`, objects with a
+        prompts. distill.py has both. A script may add `stateful`, objects with a
         `state_dict`, by any name.
 
         `value` is a second model with its optimizer, `moving` one without: it follows the policy
