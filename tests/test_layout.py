@@ -16,8 +16,8 @@ from pathlib import Path
 from helpers import ROOT
 from scripts import SCRIPTS, all_flags
 
-from common.config.groups import BaseArgs, OfflineArgs, TrainArgs
-from common.config.online import OnlineArgs, SamplingArgs
+from common.config.groups import BaseArgs
+from common.config.online import SamplingArgs
 from common.objectives.importance import CorrectionArgs
 from common.objectives.preference import READS
 
@@ -331,9 +331,6 @@ OWN_FLAGS = {
     "common.text.load.encode", "common.train.overview.describe_rollouts",
     "extras.plan.plan.build", "extras.plan.plan.dry_run", "extras.plan.plan.rewards_of_rows",
 }  # fmt: skip
-
-
-UNIONS = (BaseArgs, TrainArgs, OfflineArgs, SamplingArgs, OnlineArgs)
 
 
 def names_of(group: type) -> set[str]:
